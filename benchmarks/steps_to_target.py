@@ -105,9 +105,13 @@ def curves(folder: Path, task: Task) -> dict[Key, dict[int, list[tuple[float, fl
 
 
 def key_of(record: dict[str, Any], usual_code: str) -> Key:
-    """A record's method; older records do not tell the density and code of methods that name them."""
-    label = record["method"]
-    words = Method.parse(label)
+    """A record's method, with what a search picked where its words have alternatives, `every=8|16`.
+
+    Older records do not tell the density and code of methods that name them.
+    """
+    read, picked = Method.read(record["method"]), (record.get("search") or {}).get("picked", {})
+    chosen = [f"{name}={picked.get(name, text)}" for name, text in read.words]
+    words = Method.parse(":".join([read.algorithm, *chosen]))
     told = {"lr", "optimizer", "index_code", "density", "value_code"}
     kept = [f"{name}={text}" for name, text in words.words if name not in told]
     density: Any = words.options.get("density", record["density"])

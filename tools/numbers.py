@@ -5,20 +5,22 @@ A comment behind a number says where it comes from:
     0.897<!-- gpt-fragments: every=2 -->                docs/results/gpt-fragments: the mean over seeds
     0.008<!-- gpt-fragments: every=2 lr -->             another of the FIELDS
     0.909<!-- gpt-fragments: every=2 lr=0.004 -->       the loss when learning rates were searched
-    0.017<!-- gpt-fragments: every=2 - gpt: dense -->   the difference of two; "/" divides
+    0.017<!-- gpt-fragments: every=2 - gpt: dense -->   the difference of two; "/" divides;
+                                                        of one run, "gpt: demo - dense"
 
-A colon follows the run, then as many words of a method as it takes to tell its row. The page keeps its number of
-decimals. A row of a table whose first cell ends in "<!-- row: ... -->" is written by its COLUMNS, and a table
-behind "<!-- made: NAME -->" by `tools.tables`.
+A colon follows the run, then as many words of a method as tell its row from others. The page keeps its number
+of decimals. A row of a table whose first cell ends in "<!-- row: ... -->" is written by its COLUMNS, and a
+table behind "<!-- made: NAME -->" by `tools.tables`.
 
-On the pages in CHECKED, a number that looks like a result needs such a comment, unless its paragraph says "not
-recorded" or "run at commit ...", or it is one of the SETTINGS.
+On the pages in CHECKED, a number that looks like a result needs such a comment, unless its paragraph says
+"not recorded" or "run at commit ...", or it is one of the SETTINGS.
 """
 
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from difflib import unified_diff
 
 from tools import tables
 from tools.records import ROOT, Row, received_bytes, row_of
@@ -71,7 +73,9 @@ def value_of(source: str) -> float:
     """What a comment says: a field of a row, or the difference or quotient of two."""
     for sign in (" - ", " / "):
         if sign in source:
-            first, second = map(value_of, source.split(sign))
+            own, other = source.split(sign)
+            other = other if ": " in other else f"{own.partition(': ')[0]}: {other}"
+            first, second = value_of(own), value_of(other)
             return first - second if sign == " - " else first / second
     run, _, rest = source.partition(": ")
     words, _, field = rest.partition(" ")
@@ -123,9 +127,9 @@ def problems() -> Iterator[str]:
     """What the pages say that the records do not."""
     for path in PAGES:
         name, page = path.relative_to(ROOT), path.read_text("utf-8")
-        should = set(written(page).splitlines()) - set(page.splitlines())
-        for line in should:
-            yield f"{name} must have the line {line!r}: run python -m tools.numbers"
+        for line in unified_diff(page.splitlines(), written(page).splitlines(), n=0, lineterm=""):
+            if re.match(r"[+-](?![+-]{2} $)", line):
+                yield f"{name}, after python -m tools.numbers: {line}"
         if path.stem in CHECKED:
             for number in unnamed(page):
                 yield f"{name} has a number without a record: {number}"

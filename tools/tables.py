@@ -1,7 +1,8 @@
 """Tables of pages that are made from recorded runs, or counted: `tools.numbers` writes them.
 
-A table stands between "<!-- made: NAME -->" and "<!-- end -->". NAME is a run in docs/results, of which "NAME 5" has
-the first five rows, or one of OTHERS. Of the learning rates that a method ran with, a table has the best.
+A table stands between "<!-- made: NAME -->" and "<!-- end -->". NAME is one of OTHERS or a run in
+docs/results, of which "NAME 5" has the first five rows. Of the learning rates that a method ran with, a table
+has the best.
 """
 
 import json
@@ -17,11 +18,10 @@ from tools.records import ROOT
 
 BLOCK = re.compile(r"(<!-- made: ([\w-]+) ?(\d*) -->\n).*?<!-- end -->", re.DOTALL)
 NUMEL = 124_000_000  # of the model whose bytes are counted
+UPDATES = "exchange=updates"
 COUNTED = {  # as the page calls it: a method
-    "`TopK(0.01, impute=0.35)`, every=2": "topk:density=0.01:impute=0.35:exchange=updates:every=2:fragments=2",
-    "`TopK(0.01, returned=0.01)`, every=4": (
-        "topk:density=0.01:returned=0.01:exchange=updates:every=4:fragments=4"
-    ),
+    "`TopK(0.01, impute=0.35)`, every=2": f"topk:density=0.01:impute=0.35:{UPDATES}:every=2:fragments=2",
+    "`TopK(0.01, returned=0.01)`, every=4": f"topk:density=0.01:returned=0.01:{UPDATES}:every=4:fragments=4",
     "`Consensus(0.01)`": "consensus:density=0.01",
     "`DGC(0.005)`": "dgc:density=0.005",
 }
@@ -49,10 +49,8 @@ def table_of(name: str, num_rows: int) -> str:
 def imputation_table() -> str:
     """Accuracies with data spread evenly and sorted by label, for each rho."""
     iid, by_label = ({row["measure"]: row for row in _table(f"imputation/{s}")} for s in ("iid", "sorted"))
-    lines = [
-        "| method | accuracy, spread evenly | sorted | sorted, against Top-k (95 %) |",
-        "|---|---|---|---|",
-    ]
+    headings = ["method", "accuracy, spread evenly", "sorted", "sorted, against Top-k (95 %)"]
+    lines = [line_of(headings), "|---|---|---|---|"]
     for method in IMPUTED:
         interval = by_label[method]["95 % interval"] or "–"
         lines.append(line_of([method, _accuracy(iid[method]), _accuracy(by_label[method]), interval]))
@@ -61,15 +59,14 @@ def imputation_table() -> str:
 
 def bytes_table(workers: Sequence[int], methods: Sequence[str]) -> str:
     """What a rank receives per step, as a part of a ring all_reduce of bfloat16; values have 4 bits."""
-    lines = [line_of(["workers", "ring, bfloat16", *methods]), line_of(["---:"] * (2 + len(methods)))]
+    lines = [line_of(["workers", "ring, bfloat16", *methods]), f"|---:|---:{len(methods) * '|---:'}|"]
     for num_workers in workers:
         ring = all_reduce_bytes(2 * NUMEL, num_workers)
         received = [received_bytes(COUNTED[method], num_workers) for method in methods]
-        parts = [
-            f"{_megabytes(each)}, {f'1/{ring / each:.0f}' if ring > 1.5 * each else '1'}" for each in received
-        ]
-        lines.append(line_of([num_workers, _megabytes(ring), *parts]))
-    return "\n".join(lines).replace(" ---: ", "---:") + "\n"
+        parts = [f"1/{ring / each:.0f}" if ring > 1.5 * each else "1" for each in received]
+        cells = [f"{_megabytes(each)}, {part}" for each, part in zip(received, parts, strict=True)]
+        lines.append(line_of([num_workers, _megabytes(ring), *cells]))
+    return "\n".join(lines) + "\n"
 
 
 def received_bytes(label: str, num_workers: int) -> float:

@@ -59,3 +59,10 @@ def test_rarer_or_later_rounds_are_no_stand_in() -> None:
     now = relative_steps(UPDATES, "adamw")
     assert later is not None and now is not None and later > now
     assert "AdamW" in about("adamw") and "SGD" in about("sgd")
+
+
+def test_a_record_of_alternatives_is_of_the_method_that_was_picked() -> None:
+    label = "topk:density=0.01:exchange=updates:every=2|4:value_code=4bit:lr=0.1|0.2"
+    record = {"method": label, "density": 0.01, "search": {"picked": {"lr": 0.2, "every": 4}}}
+    key = steps_to_target.key_of(record, "float32")
+    assert key == steps_to_target.Key("topk:exchange=updates:every=4", 0.01, "4bit")

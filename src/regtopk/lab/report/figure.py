@@ -115,7 +115,7 @@ def draw_files(run: Run, png: Path, svg: Path) -> None:
     save_png(figure, png)
     figure.set_layout_engine("none")  # everything has its place now: laying it out again is slow
     about = " ".join(f"{drawing.title}: {drawing.about}" for drawing in drawings)
-    svg.write_text(_to_svg(figure, run.header["title"], about, salt=run.panels[0].y), encoding="utf-8")
+    svg.write_text(to_svg(figure, run.header["title"], about, salt=run.panels[0].y), encoding="utf-8")
 
 
 def save_png(figure: "Figure", path: Path) -> None:
@@ -137,7 +137,7 @@ def draw_inline(drawing: Drawing, *, salt: str) -> str:
     with matplotlib.rc_context(STYLE):
         figure = matplotlib.figure.Figure((width, height), layout="constrained")
         drawing.draw(figure.subplots())
-    text = _to_svg(figure, drawing.title, drawing.about, salt=salt)
+    text = to_svg(figure, drawing.title, drawing.about, salt=salt)
     return text[text.index("<svg") :]
 
 
@@ -176,7 +176,7 @@ def legend_of(styles: Sequence[Style]) -> list[Style]:
     return [*told, replace(OTHER, label=f"{num_grey} others")] if num_grey else told
 
 
-def _to_svg(figure: "Figure", title: str, about: str, *, salt: str) -> str:
+def to_svg(figure: "Figure", title: str, about: str, *, salt: str) -> str:
     """The figure, with a label and a description for screen readers, and names under the pointer."""
     import matplotlib
 
