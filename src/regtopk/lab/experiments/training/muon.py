@@ -19,7 +19,6 @@ EPS = 1e-7
 TorchMuon = partial(
     torch.optim.Muon,
     weight_decay=0.0,
-    momentum=MOMENTUM,
     nesterov=True,
     ns_coefficients=COEFFICIENTS,
     eps=EPS,
@@ -48,13 +47,19 @@ class FlatMuon(Optimizer):
         layout: which parameter owns which entries.
         make_rest: the other optimizer, from parameters and lr.
         lr: learning rate of both, which `param_groups` holds.
+        momentum: of the matrices.
     """
 
     def __init__(
-        self, models: Tensor, layout: Layout, make_rest: Callable[..., Optimizer], lr: float
+        self,
+        models: Tensor,
+        layout: Layout,
+        make_rest: Callable[..., Optimizer],
+        lr: float,
+        momentum: float = MOMENTUM,
     ) -> None:
         super().__init__([models], {"lr": lr})
-        self._models = models
+        self._models, self._momentum = models, momentum
         self._matrices: dict[tuple[int, ...], list[slice]] = {}  # by shape
         is_rest = torch.ones(layout.numel, dtype=torch.bool)
         for layer in layout.layers:
@@ -75,8 +80,8 @@ class FlatMuon(Optimizer):
         assert grads is not None
         for shape, places in self._matrices.items():
             grad = torch.stack([grads[..., at].unflatten(-1, shape) for at in places], -3)
-            momentum = self.state[models][_key(shape)].lerp_(grad, 1 - MOMENTUM)
-            update = orthogonalise(grad.lerp(momentum, MOMENTUM)).flatten(-2)
+            momentum = self.state[models][_key(shape)].lerp_(grad, 1 - self._momentum)
+            update = orthogonalise(grad.lerp(momentum, self._momentum)).flatten(-2)
             for place, at in enumerate(places):
                 models[..., at].add_(update[..., place, :], alpha=-lr * (0.2 * math.sqrt(max(shape))))
         self._rest.copy_(models[..., self._rest_at])
