@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core import Algorithm, Conversation, DenseSum, Layer, Layout, ResidualState, Worker, shared
-from regtopk.core.codes import VALUE_CODES, quantise
+from regtopk.core.codes import VALUE_CODES, is_lossless, quantise
 from regtopk.core.options import integer, one_of, option
 from regtopk.core.random import uniform
 
@@ -39,7 +39,7 @@ class PowerSGD(Algorithm[PowerSGDState]):
 
     Args:
         rank: columns of a factor, >= 1. The paper has 1 to 4.
-        value_code: how factors and vectors are coded on the wire.
+        value_code: how factors and vectors are coded on the wire, and their sums on the way back.
         seed: an integer, of the first Q.
 
     Differs from torch's hook, which sends everything in the first 1,000 steps unless told otherwise, and
@@ -66,20 +66,26 @@ class PowerSGD(Algorithm[PowerSGDState]):
         residual = state.residual.add_(grad)
         right = _orthonormal(_unpack(state.factors, groups, 1, self.rank))
         left = _products(residual, groups, right, is_transposed=False)
-        sent = quantise(torch.cat([residual[..., rest], left], -1), self.value_code)
-        total = yield from DenseSum(sent, worker.weight, self.value_code)
+        request = self._sum_of(torch.cat([residual[..., rest], left], -1), worker)
+        total = yield from request
         aggregate = total.new_zeros(worker.numel)
         if groups:
             basis = _orthonormal(_unpack(total[num_rest:], groups, 0, self.rank))
             projected = _products(residual, groups, basis, is_transposed=True)
-            projected = quantise(projected, self.value_code)
-            state.factors = yield from DenseSum(projected, worker.weight, self.value_code)
+            state.factors = yield from self._sum_of(projected, worker)
             for group, p, q in zip(groups, basis, _unpack(state.factors, groups, 1, self.rank), strict=True):
                 group.write_(aggregate, p @ q.mT)
             residual.sub_(aggregate)
-        residual[..., rest] -= sent[..., :num_rest]
+        arrived = request.tensor if request.loss is None else request.tensor - request.loss
+        residual[..., rest] -= arrived[..., :num_rest]
         aggregate[rest] = total[:num_rest]
         return aggregate
+
+    def _sum_of(self, numbers: Tensor, worker: Worker) -> DenseSum:
+        """The request of a sum, coded both ways."""
+        sent = quantise(numbers, self.value_code)
+        loss = None if is_lossless(self.value_code) else torch.zeros_like(sent)
+        return DenseSum(sent, worker.weight, self.value_code, self.value_code, loss)
 
 
 @dataclass(frozen=True)
