@@ -26,7 +26,8 @@ class PowerSGDState(ResidualState):
 class PowerSGD(Algorithm[PowerSGDState]):
     """Low-rank sums with error feedback and a warm start (PowerSGD, Vogels, Karimireddy, Jaggi 2019).
 
-    a_n = e_n + g_n, as a matrix A_n of b x c for each parameter
+    a_n = e_n + g_n
+    A_n: a parameter's a_n as a matrix, b x c
     P = orth(sum_n w_n A_n orth(Q))                orth: an orthonormal basis of the columns, `rank` many
     Q := sum_n w_n A_n' P, g = P Q'                Q is where the next step begins
     e_n := a_n - g
