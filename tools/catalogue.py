@@ -27,7 +27,7 @@ HEAD = """# Algorithms
 
 Every class is importable from `regtopk`: `regtopk.attach(model, regtopk.DGC(density=0.001))`.
 [which-method.md](which-method.md) says which to try first, [add-an-algorithm.md](add-an-algorithm.md) how to
-write one. PowerSGD and fp16 are not here: torch ships them as hooks.
+write one. fp16 is not here: torch ships it as a hook.
 
 Worker n of N has the gradient g_n of J entries, the residual e_n and the weight w_n; s_n is a mask. What
 the equations below leave out is error feedback:

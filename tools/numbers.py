@@ -49,7 +49,8 @@ COLUMNS = {
 SETTINGS = {  # why it is no result: what is then not looked at
     "a version": r"\b(?:Python|torch) \d\.\d+|Apache-2\.0",
     "learning rates": r"\((?:0\.\d+(?:, | and )?){3,}\)|\b(?:searched|lr) (?:[\d.]+(?:, |; | and | to )?)+",
-    "of an optimizer": r"betas 0\.9 and 0\.95|\(momentum 0\.95|weight decay 0\.1|down to 10 %|momentum 0\.3|\(0\.[79]\)",
+    "of Muon": r"\(momentum 0\.95",
+    "of an optimizer": r"betas 0\.9 and 0\.95|weight decay 0\.1|down to 10 %|momentum 0\.3|\(0\.[79]\)",
     "rho": r"rho = [\d.]+|0\.35 or 0\.7|between 0 and 0\.35|0 and 0\.5 were|and 0\.6 at|up to 0\.\d+ with",
     "a budget": r"1/500\b|1/5000\b|1/50\b|0\.008 bytes per parameter|0\.1 % of gradients|0\.02 J",
     "a density": r"density 0\.\d+|0\.016 to 0\.031",

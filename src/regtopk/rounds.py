@@ -59,7 +59,7 @@ class Rounds(NamedTuple):
         every, delay, fragments, mix: as in `regtopk.UpdateExchange`.
         outer: none applies the aggregate as it is; sgd and nesterov take it for a gradient.
         outer_lr: learning rate of outer; None: 1 for sgd and, as DiLoCo has it, 0.7 for nesterov.
-        outer_momentum: in [0, 1); None: 0 for sgd, 0.9 for nesterov, which needs some.
+        outer_momentum: in [0, 1); None: 0 for sgd, 0.9 for nesterov.
     """
 
     exchange: str = "gradients"
@@ -80,7 +80,8 @@ class Rounds(NamedTuple):
     def outer_settings(self) -> Outer:
         """The settings of `outer`, defaults included."""
         given: dict[str, Any] = {"lr": self.outer_lr, "momentum": self.outer_momentum}
-        return OUTER[self.outer]._replace(**{name: x for name, x in given.items() if x is not None})
+        outer = OUTER[self.outer]._replace(**{name: x for name, x in given.items() if x is not None})
+        return outer._replace(nesterov=outer.nesterov and outer.momentum != 0)  # torch's needs some
 
     def make_outer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         """The optimizer that applies an aggregate of updates; none is SGD with a learning rate of 1."""
@@ -98,8 +99,6 @@ class Rounds(NamedTuple):
             raise ArgumentError(f"outer_lr and outer_momentum need an outer other than none, got {label!r}")
         settings: Any = self.outer_settings
         check_positive("outer_lr", settings.lr)
-        if settings.nesterov:
-            check_number("outer_momentum", settings.momentum, "in (0, 1) for nesterov", lambda x: 0 < x < 1)
         check_number("outer_momentum", settings.momentum, "in [0, 1)", lambda x: 0 <= x < 1)
 
     def check_times(self) -> None:

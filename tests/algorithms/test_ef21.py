@@ -25,9 +25,20 @@ BY_HAND = Steps(
 )
 # v = (2, 1): entry 0. Then v = 0.75 (2, 1) + 0.25 (0, 4) = (1.5, 1.75): changes (-0.5, 1.75), entry 1
 MOMENTUM = Steps(EF21(k=1, eta=0.25), [([[8, 4]], [2, 0]), ([[0, 4]], [2, 1.75])])
+# Entries 0 and 2 are the first worker's to sum, 1 and 3 the second's. Each sends back its largest sum.
+BOTH_WAYS_GRADS: list[list[float]] = [[4, 2, 0, 0], [-2, 1, 6, 0]]
+BOTH_WAYS = Steps(
+    EF21(density=0.25, returned=0.25),
+    [
+        (BOTH_WAYS_GRADS, [0, 0, 3, 0]),  # of the sums 2 and 3, 3 comes back
+        (BOTH_WAYS_GRADS, [1, 1, 3, 0]),  # entry 0: the 2 that is owed and half of -2; entry 1: half of 2
+        (BOTH_WAYS_GRADS, [1, 1.5, 3, 0]),
+        (BOTH_WAYS_GRADS, [1, 1.5, 3, 0]),
+    ],
+)
 
 
-@pytest.mark.parametrize("case", [BY_HAND, MOMENTUM], ids=["plain", "momentum"])
+@pytest.mark.parametrize("case", [BY_HAND, MOMENTUM, BOTH_WAYS], ids=["plain", "momentum", "both ways"])
 def test_by_hand(case: Steps) -> None:
     case.check()
 

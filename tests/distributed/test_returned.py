@@ -106,6 +106,30 @@ def test_a_killed_run_goes_on_bit_for_bit(four_ranks: Ranks, tmp_path: Path) -> 
     assert torch.equal(first[0] + rest[0], more[0]) and not torch.equal(first[0], straight[0])
 
 
+@on_ranks(4)
+def test_what_owners_owe_in_ef21_arrives_among_other_weights() -> None:
+    """The aggregate ends at the mean gradient to the bit: with a sum lost on the way it never would."""
+    rank, weights = dist.get_rank(), [0.5, 0.25, 0.125, 0.125]
+    algorithm, vector = regtopk.EF21(density=0.05, returned=0.02), nn.Parameter(torch.zeros(J))
+
+    def run(exchange: regtopk.Exchange, num_steps: int) -> Tensor:
+        for _ in range(num_steps):
+            vector.grad = grads_of(0, rank)
+            exchange.step()
+        assert vector.grad is not None
+        return vector.grad
+
+    before = regtopk.Exchange([vector], algorithm)
+    run(before, 3)
+    parts: list[Any] = [None] * 4
+    dist.all_gather_object(parts, before.state_dict())
+    assert any(bool(part["workers"][str(n)]["groups"][0]["owed"].any()) for n, part in enumerate(parts))
+    after = regtopk.Exchange([vector], algorithm, weight=weights[rank])
+    after.load_state_dict(regtopk.merge_state_dicts(parts))
+    mean = sum(weight * grads_of(0, n) for n, weight in enumerate(weights))
+    assert torch.equal(run(after, 200), torch.as_tensor(mean))
+
+
 def test_bytes_do_not_grow_with_the_workers() -> None:
     """As the collectives move them, a rank's own part included; ranks count as the simulator does."""
     numel, moved = 1_000_000, {}

@@ -20,6 +20,7 @@ from regtopk.algorithms.gtopk import GTopK
 from regtopk.algorithms.hard_threshold import HardThreshold
 from regtopk.algorithms.mipd_style import MIPDStyle
 from regtopk.algorithms.posterior import PosteriorScore
+from regtopk.algorithms.powersgd import PowerSGD
 from regtopk.algorithms.random_candidates import RandomCandidates
 from regtopk.algorithms.randomk import RandomK
 from regtopk.algorithms.regtopk import RegTopK
@@ -37,8 +38,8 @@ from regtopk.core import Algorithm
 __all__ = [  # noqa: RUF022
     "Dense", "TopK", "RegTopK", "AdaptiveDensity", "Consensus", "DGC", "EF21", "GTopK", "ScaleCom",
     "FairTopK", "Sketch", "MIPDStyle", "ChunkedTopK", "SparseLoCo", "DeMo", "Strom", "Dryden",
-    "GradientDropping", "AdaComp", "HardThreshold", "SIDCo", "Atomo", "AtomoSVD", "RandomK",
-    "RandomCandidates", "GlobalTopK",
+    "GradientDropping", "AdaComp", "HardThreshold", "SIDCo", "Atomo", "AtomoSVD", "PowerSGD",
+    "RandomK", "RandomCandidates", "GlobalTopK",
 ]
 # fmt: on
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {cls.name: cls for cls in (globals()[name] for name in __all__)}

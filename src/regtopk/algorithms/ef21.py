@@ -1,10 +1,12 @@
 """EF21: send the largest changes since the last sent estimate, instead of carrying a residual."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from regtopk.core import Conversation, SparseSum, Sparsifier, State, Worker, per_worker, shared, take_largest_
+from regtopk.algorithms.own_choice import ReturnsInPart
+from regtopk.core import Conversation, State, Worker, extended, per_worker, shared, take_largest_
 from regtopk.core.options import option, within
 
 
@@ -24,8 +26,8 @@ class EF21MomentumState(EF21State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EF21(Sparsifier[EF21State]):
-    """EF21 (Richtárik, Sokolov, Fatkhullin 2021) and EF21-SGDM (Fatkhullin, Tyurin, Richtárik 2023).
+class EF21(ReturnsInPart[EF21State]):
+    """EF21 (Richtárik, Sokolov, Fatkhullin 2021), EF21-SGDM (Fatkhullin, Tyurin, Richtárik 2023), EF21-BC.
 
     v_n := (1 - eta) v_n + eta g_n                       (eta = 1: v_n = g_n, plain EF21)
     c_n = Top_k(v_n - h_n), send it                      c = sum_n w_n c_n is received
@@ -34,10 +36,19 @@ class EF21(Sparsifier[EF21State]):
     h_n follows the gradient: where gradients settle, the aggregate settles too, at any k. Where they are
     noisy, give eta < 1.
 
+    With ``returned`` it is EF21-BC (Fatkhullin et al. 2021): the owners know G = sum_n w_n h_n, and all know
+    g := g + Top(G - g), which is what the owners send back of what they owe.
+
+    EF21-Muon (Gruntkowska et al. 2025) is this with eta < 1, and steps of a given size along g, without
+    momentum: orthogonalised matrices, and signs elsewhere. For `regtopk compare gpt` it is
+    ``ef21:eta=0.1:optimizer=lmo``. It equals the paper's algorithm where its server sends the whole model.
+    The paper's way back in part is another: Top_k(X - W) of the server's model X and the workers' model W.
+    With ``returned`` all take the step along g instead, and there is one model.
+
     Use it for: full or large batches that must converge exactly at small densities.
 
     Args:
-        density, k, value_code: as in `Sparsifier`.
+        density, k, value_code, returned: as in `ReturnsInPart`.
         eta: weight of the new gradient in the running mean, in (0, 1].
 
     Differs from the paper: h and v start at zero, not at a first gradient sent in full.
@@ -52,18 +63,31 @@ class EF21(Sparsifier[EF21State]):
     def init(self, worker: Worker) -> EF21State:
         self.num_selected(worker)  # refuses a k that does not fit
         aggregate = worker.weight.new_zeros(*worker.batch_shape[:-1], worker.numel)
-        if self.eta == 1:
-            return EF21State(worker.zeros(), aggregate)
-        return EF21MomentumState(worker.zeros(), aggregate, worker.zeros())
+        state = EF21State(worker.zeros(), aggregate)
+        if self.eta < 1:
+            state = EF21MomentumState(worker.zeros(), aggregate, worker.zeros())
+        if self.returned is None:
+            return state
+        rules = {"residual": per_worker("weighted_sum")}
+        return self.with_owed(extended(state, rules, residual=worker.zeros()), worker)
 
     def exchange(self, grad: Tensor, state: EF21State, worker: Worker) -> Conversation:
         k = self.num_selected(worker)
         if isinstance(state, EF21MomentumState):
             # Two roundings, not a fused one: the same bits wherever an entry lies in memory.
             grad = state.average.mul_(1 - self.eta).add_(self.eta * grad.to(state.average.dtype))
+        _settle(state)
         change = state.estimate.neg()
-        sent = take_largest_(change, grad, k, code=self.value_code)  # change, now v - h - sent, is not needed
+        sent = take_largest_(change, grad, k, code=self.sent_code)  # change, now v - h - sent, is not needed
         state.estimate.scatter_add_(-1, sent.indices, sent.values)
-        correction = yield from SparseSum(sent, worker.weight)
+        correction = yield from self.sum_sent(sent, state, worker)
+        _settle(state)
         state.aggregate += correction.view_as(state.aggregate)
         return state.aggregate.view_as(correction).clone()
+
+
+def _settle(state: Any) -> None:
+    """Take out of h_n what did not arrive: what a code lost, or was owed when the number of ranks changed."""
+    if hasattr(state, "residual"):
+        state.estimate -= state.residual
+        state.residual.zero_()

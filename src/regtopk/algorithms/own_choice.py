@@ -33,8 +33,8 @@ from regtopk.errors import ArgumentError
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnChoice(Sparsifier[StateT]):
-    """Base of sparsifiers whose workers choose their entries for themselves.
+class ReturnsInPart(Sparsifier[StateT]):
+    """Base of sparsifiers whose sums may come back in part.
 
     With ``returned``, o_m being what owner m owes on its entries, zero at first, and A the number of owners:
 
@@ -43,12 +43,44 @@ class OwnChoice(Sparsifier[StateT]):
 
     Args:
         density, k, value_code: as in `Sparsifier`.
-        impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
         returned: the part of J that comes back of the sum, in (0, 1]; None: all of it (docs/returned.md).
             Not with k, with imputation or with a score.
     """
 
     can_return = True
+
+    @property
+    def sent_code(self) -> str:
+        """The code of what is selected. Messages to owners have blocks of their own, and are coded later."""
+        return self.value_code if self.returned is None else "float32"
+
+    def with_owed(self, state: StateT, worker: Worker) -> StateT:
+        """The state before the first step, with what the worker owes where sums come back in part."""
+        if self.returned is None:
+            return state
+        owed = worker.zeros(num_owned(worker.numel, worker.num_owners))
+        return extended(state, {"owed": per_worker("owned")}, owed=owed)
+
+    def sum_sent(self, sent: SparseGradient, state: Any, worker: Worker) -> Conversation:
+        """The sum S of what was sent, or what comes back; the residual gets what the code loses."""
+        if self.returned is None:
+            return (yield from SparseSum(sent, worker.weight))
+        pieces = for_owners_(state.residual, sent, worker.num_owners, self.value_code)
+        own = yield from ToOwners(pieces, worker.weight)
+        num = num_returned(self.returned, worker.numel, worker.num_owners)
+        back = take_largest_(state.owed, own, num, code=self.value_code)
+        return (yield from FromOwners(back, worker.numel))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnChoice(ReturnsInPart[StateT]):
+    """Base of sparsifiers whose workers choose their entries for themselves, and infer what others hold.
+
+    Args:
+        density, k, value_code, returned: as in `ReturnsInPart`.
+        impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
+    """
+
     impute: float = option(0.0, within("[0, 1]"))
 
     def __post_init__(self) -> None:
@@ -59,11 +91,6 @@ class OwnChoice(Sparsifier[StateT]):
                 f"got returned={self.returned}, impute={self.impute}"
             )
 
-    @property
-    def sent_code(self) -> str:
-        """The code of what is selected. Messages to owners have blocks of their own, and are coded later."""
-        return self.value_code if self.returned is None else "float32"
-
     def promised(self, promises: Promises) -> Promises:
         """What is left of some promises with these options."""
         if self.returned is None and self.impute == 0:
@@ -73,22 +100,9 @@ class OwnChoice(Sparsifier[StateT]):
             promises -= {"dense_at_full_density"}
         return promises - {"conserves"} | {"conserves_sum"} if "conserves" in promises else promises
 
-    def with_owed(self, state: StateT, worker: Worker) -> StateT:
-        """The state before the first step, with what the worker owes where sums come back in part."""
-        if self.returned is None:
-            return state
-        owed = worker.zeros(num_owned(worker.numel, worker.num_owners))
-        return extended(state, {"owed": per_worker("owned")}, owed=owed)
-
     def sum_sent(self, sent: SparseGradient, state: Any, worker: Worker) -> Conversation:
         """The sum S of what was sent, S + rho (1 - W) m, for which residuals pay, or what comes back."""
-        if self.returned is not None:
-            pieces = for_owners_(state.residual, sent, worker.num_owners, self.value_code)
-            own = yield from ToOwners(pieces, worker.weight)
-            num = num_returned(self.returned, worker.numel, worker.num_owners)
-            back = take_largest_(state.owed, own, num, code=self.value_code)
-            return (yield from FromOwners(back, worker.numel))
         if self.impute == 0:
-            return (yield from SparseSum(sent, worker.weight))
+            return (yield from super().sum_sent(sent, state, worker))
         summed = yield from SenderSum(sent, worker.weight)
         return impute_(state.residual, sent, summed, self.impute)

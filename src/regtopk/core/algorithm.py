@@ -106,7 +106,7 @@ class Sparsifier(WithDensity[StateT]):
         density, k: as in `WithDensity`.
         value_code: how values are coded on the wire: "float32", "bfloat16", "float16", "int8", "4bit" or
             "2bit". What a code loses stays in the residual.
-        returned: see `OwnChoice`; None for all other algorithms.
+        returned: see `ReturnsInPart`; None for all other algorithms.
     """
 
     can_return: ClassVar[bool] = False  # whether sums of what workers send may come back in part

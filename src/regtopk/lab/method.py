@@ -4,6 +4,7 @@ It is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5" or "topk:exchange
 A `Grid` is written with alternatives: "topk:exchange=updates:every=2|4|8:lr=0.1|0.2".
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +15,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_index_code, check_value_code
-from regtopk.core.options import check_choice, check_positive
+from regtopk.core.options import check_choice, check_number, check_positive
 from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
 from regtopk.rounds import GRADIENTS, Rounds
@@ -22,7 +23,8 @@ from regtopk.rounds import GRADIENTS, Rounds
 SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
 ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
 START = 0.01  # the density that an adaptive method starts from, unless told
-OWN = ("lr", "index_code", "optimizer", "residual_dtype")  # words that are no options of an algorithm
+# words that are no options of an algorithm
+OWN = ("lr", "index_code", "optimizer", "weight_decay", "residual_dtype")
 Option = int | float | bool | str | None
 GridPoint = tuple[str, ...]  # of a grid: one value for each option, as written
 
@@ -41,6 +43,7 @@ class Method:
     lr: float | None = None
     index_code: str = ""
     optimizer: str = ""  # what follows the aggregate, or each worker's gradient
+    weight_decay: float | None = None  # of matrices; None: the optimizer's own
     residual_dtype: str = ""
     rounds: Rounds = GRADIENTS  # what is exchanged, and how often
 
@@ -68,6 +71,8 @@ class Method:
             raise ArgumentError(f"method must be NAME[:OPTION=VALUE]..., got {label!r}")
         if method.lr is not None:
             check_positive("lr", method.lr)
+        if method.weight_decay is not None:
+            check_number("weight_decay", method.weight_decay, "in [0, inf)", lambda x: 0 <= x < math.inf)
         check_index_code(method.index_code or "raw32")
         check_residual_dtype(method.residual_dtype or "float32")
         method.rounds.check(label)

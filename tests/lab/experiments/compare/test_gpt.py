@@ -107,6 +107,7 @@ def test_dense_gradients_are_a_plain_loop_with_adamw(data: str) -> None:
     [
         ("every=1", 1, None),
         ("every=4:outer=nesterov", 4, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("every=4:outer=nesterov:outer_lr=1:outer_momentum=0", 4, None),  # plain averaging
         ("every=5:outer=sgd:outer_lr=0.5:outer_momentum=0.25", 5, {"lr": 0.5, "momentum": 0.25}),
     ],
 )
@@ -134,9 +135,10 @@ def test_updates_are_a_plain_loop_of_workers_with_their_own_adamw(
     torch.testing.assert_close(found, flatten(shared), rtol=1e-4, atol=2e-5)
 
 
-def test_sgdw_decays_matrices_and_clips_nothing(data: str) -> None:
+@pytest.mark.parametrize(("words", "decay"), [("", 0.1), (":weight_decay=0", 0.0), (":weight_decay=2", 2.0)])
+def test_sgdw_decays_matrices_and_clips_nothing(words: str, decay: float, data: str) -> None:
     """As DeMo needs it, whose aggregate is a vector of signs."""
-    task, found = trained("dense:optimizer=sgdw", data)
+    task, found = trained(f"dense:optimizer=sgdw{words}", data)
     network = Gpt.make_network(task.config, task.examples, seed=0)
     for step in range(TINY["num_steps"]):
         lr = 0.004 * (step + 1) / 100
@@ -144,7 +146,7 @@ def test_sgdw_decays_matrices_and_clips_nothing(data: str) -> None:
         with torch.no_grad():
             for p in network.parameters():
                 assert p.grad is not None
-                p.mul_(1 - lr * 0.1 * (p.dim() > 1)).sub_(p.grad, alpha=lr)
+                p.mul_(1 - lr * decay * (p.dim() > 1)).sub_(p.grad, alpha=lr)
     torch.testing.assert_close(found, flatten(network), rtol=1e-5, atol=1e-6)
 
 

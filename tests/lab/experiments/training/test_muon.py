@@ -77,6 +77,33 @@ def test_all_models_go_as_with_torchs_wherever_they_are(device: str) -> None:
     check_against_torch(device, bound=0.02)
 
 
+def test_lmo_takes_steps_of_a_given_size_without_momentum() -> None:
+    """Torch's Muon for matrices in blocks and signs elsewhere; of a network and of flat models."""
+    torch.manual_seed(0)
+    network, control = (GPT(40, context=16, width=24, num_layers=2, num_heads=1) for _ in range(2))
+    control.load_state_dict(network.state_dict())
+    models, layout = flatten(network)[None].clone(), layout_of(network)
+    start, named = models.clone(), dict(control.named_parameters())
+    muon = torch.optim.Muon(
+        [p for name, p in named.items() if name.startswith("blocks") and p.dim() == 2],
+        momentum=0, weight_decay=0, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    lmo = OPTIMIZERS["lmo"]
+    descents = [Descent(network, lmo, LR, 1000), Descent(models, lmo, LR, 1000, layout)]
+    for step in range(3):
+        models.grad = torch.randn(1, layout.numel) * 10.0**-step  # of any size
+        for layer, p, own in zip(layout.layers, named.values(), network.parameters(), strict=True):
+            p.grad = own.grad = models.grad[0, layer.entries].view(layer.shape)
+            if not (layer.name.startswith("blocks") and len(layer.shape) == 2):
+                p.data -= LR * (step + 1) / 100 * p.grad.sign()
+        muon.param_groups[0]["lr"] = LR * (step + 1) / 100
+        muon.step()
+        for descent in descents:
+            descent.step(step)
+    for found in (models[0], flatten(network)):
+        assert (found - flatten(control)).norm() < 0.02 * (flatten(control) - start[0]).norm()
+
+
 @pytest.mark.parametrize(
     "words", ["dense", "topk:exchange=updates:every=4:fragments=2:delay=1:outer=nesterov"]
 )

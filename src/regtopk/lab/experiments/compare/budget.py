@@ -80,7 +80,7 @@ def rows_of(config: CompareConfig, problem: Problem) -> list[GridAt]:
         own_budget = budget * given.rounds.every
         method = given.with_budget(own_budget) if config.budgeted == "payload_bytes" else given
         # without what changes no message, so that points of a grid share what is found
-        alike = replace(method, label=grid.label, lr=None, optimizer="", rounds=GRADIENTS)
+        alike = replace(method, label=grid.label, lr=None, optimizer="", weight_decay=None, rounds=GRADIENTS)
         return MethodAt(method, find_density(alike, own_budget) if method.takes_density else None)
 
     return [

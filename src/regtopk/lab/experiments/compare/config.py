@@ -43,8 +43,8 @@ class CompareConfig(TaskSettings):
 
     Args:
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
-            Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, and what is
-            exchanged: exchange=updates with every, fragments, delay, mix, outer, outer_lr and outer_momentum.
+            Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, weight_decay, and what
+            is exchanged: exchange=updates with every, fragments, delay, mix, outer, outer_lr, outer_momentum.
             An option may have several values, every=2|4|8. They are searched on a seed that is not counted.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
@@ -58,7 +58,8 @@ class CompareConfig(TaskSettings):
         index_code: how indices travel, for methods that do not name a code.
         optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, sgdw, which has adamw's
             schedule and weight decay, or, for gpt, muon: Muon for the matrices in blocks and adamw for the
-            rest. Where updates are exchanged, every worker has its own. Empty: sgd, and adamw for gpt.
+            rest, or lmo: orthogonalised matrices and signs, without momentum. Where updates are exchanged,
+            every worker has its own. Empty: sgd, and adamw for gpt.
         lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
         num_search_runs: how many runs the search of a method has, from the middle of each list on, one option
             after another; 0: one for each combination.
@@ -120,8 +121,8 @@ class CompareConfig(TaskSettings):
             check_choice("optimizer", method.optimizer, OPTIMIZERS)
             if OPTIMIZERS[method.optimizer].has_muon and not self.kind.has_blocks:
                 raise ArgumentError(
-                    f"optimizer must not be muon for {self.task}, whose model has no blocks of matrices, got "
-                    f"{method.label!r}"
+                    f"optimizer must not be {method.optimizer} for {self.task}, whose model has no blocks of "
+                    f"matrices, got {method.label!r}"
                 )
             if self.num_steps % method.rounds.every:
                 raise ArgumentError(f"every must divide num_steps = {self.num_steps}, got {method.label!r}")

@@ -29,7 +29,7 @@ from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.experiments.ranks.launch import Emit, join_group, launch
 from regtopk.lab.experiments.ranks.results import panels, summarise
 from regtopk.lab.experiments.ranks.tasks import RankTask, load_task, save_examples
-from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
+from regtopk.lab.experiments.training.optimizers import Descent, recipe_of
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record
 
@@ -56,8 +56,8 @@ class RankTraining:
     def __init__(self, task: RankTask, config: TrainConfig, method: Method, is_plain: bool = False) -> None:
         self.task, self.network, self.rounds = task, task.network, method.rounds
         self.num_steps = 0
-        recipe = OPTIMIZERS[method.optimizer]
-        self._descent = Descent(self.network, recipe, method.lr or config.lr[0], config.num_steps)
+        lr = method.lr or config.lr[0]
+        self._descent = Descent(self.network, recipe_of(method), lr, config.num_steps)
         self._losses: list[Tensor] = []  # since they were last taken
         self._round_s = 0.0  # of the last round
         self.model: nn.Module = self.network

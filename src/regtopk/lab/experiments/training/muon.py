@@ -20,7 +20,6 @@ EPS = 1e-7
 TorchMuon = partial(
     torch.optim.Muon,
     weight_decay=0.0,
-    momentum=MOMENTUM,
     nesterov=True,
     ns_coefficients=COEFFICIENTS,
     eps=EPS,
@@ -49,13 +48,19 @@ class FlatMuon(Optimizer):
         layout: which parameter owns which entries.
         make_rest: the other optimizer, from parameters and lr.
         lr: learning rate of both, which `param_groups` holds.
+        momentum: of the matrices.
     """
 
     def __init__(
-        self, models: Tensor, layout: Layout, make_rest: Callable[..., Optimizer], lr: float
+        self,
+        models: Tensor,
+        layout: Layout,
+        make_rest: Callable[..., Optimizer],
+        lr: float,
+        momentum: float = MOMENTUM,
     ) -> None:
         super().__init__([models], {"lr": lr})
-        self._models = models
+        self._models, self._momentum = models, momentum
         self._starts: dict[tuple[int, ...], list[int]] = {}  # of the matrices of a shape
         is_rest = torch.ones(layout.numel, dtype=torch.bool)
         for layer in layout.layers:
@@ -80,8 +85,8 @@ class FlatMuon(Optimizer):
         assert grads is not None
         for shape, direction in self._directions.items():
             grad = self._matrices(grads, shape)
-            momentum = self.state[models][_key(shape)].lerp_(grad, 1 - MOMENTUM)
-            direction.copy_(grad.lerp(momentum, MOMENTUM))
+            momentum = self.state[models][_key(shape)].lerp_(grad, 1 - self._momentum)
+            direction.copy_(grad.lerp(momentum, self._momentum))
             kernels.repeat(orthogonalise_, (), (direction,))
             self._matrices(models, shape).add_(direction, alpha=-lr * (0.2 * math.sqrt(max(shape))))
         self._rest.copy_(models[..., self._rest_at])

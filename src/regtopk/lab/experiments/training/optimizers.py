@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from regtopk.core.worker import Layout
-from regtopk.lab.experiments.training.muon import FlatMuon, TorchMuon, is_for_muon
+from regtopk.lab.experiments.training.muon import MOMENTUM, FlatMuon, TorchMuon, is_for_muon
+from regtopk.lab.method import Method
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,16 @@ class Recipe:
     """An optimizer and what goes with it."""
 
     make: Callable[..., Optimizer]  # from parameters and lr
-    has_muon: bool = False  # for the matrices in blocks; `make` is then for all other parameters
+    muon_momentum: float | None = None  # of Muon for the matrices in blocks, which `make` then is not for
     weight_decay: float = 0.0  # of matrices and embeddings alone: theta := (1 - lr weight_decay) theta
     max_norm: float = 0.0  # gradients of a larger norm are scaled down to it; 0: never
     warm_up: int = 0  # steps in which the learning rate grows linearly
     last_share: float = 1.0  # of the learning rate, where a cosine ends after the warm-up; 1: it stays
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether matrices in blocks are Muon's."""
+        return self.muon_momentum is not None
 
     def lr_share(self, step: int, num_steps: int) -> float:
         """The share of the learning rate in a step of so many."""
@@ -35,31 +41,42 @@ class Recipe:
 
     def optimizers_of(self, network: nn.Module, lr: float) -> list[Optimizer]:
         """What trains a network: torch's optimizers, one or two."""
-        if not self.has_muon:
+        if self.muon_momentum is None:
             return [self.make(network.parameters(), lr=lr)]
         own: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, p in network.named_parameters():
             own[is_for_muon(name, p.shape)].append(p)
-        return [TorchMuon(own[True], lr=lr), self.make(own[False], lr=lr)]
+        return [TorchMuon(own[True], lr=lr, momentum=self.muon_momentum), self.make(own[False], lr=lr)]
 
     def optimizer_of(self, models: Tensor, layout: Layout, lr: float) -> Optimizer:
         """What trains flat models (..., J): the same for each of them, as one optimizer."""
         make = partial(self.make, fused=True) if models.is_cuda else self.make  # one pass over memory
-        return FlatMuon(models, layout, make, lr) if self.has_muon else make([models], lr=lr)
+        if self.muon_momentum is None:
+            return make([models], lr=lr)
+        return FlatMuon(models, layout, make, lr, self.muon_momentum)
 
 
 ADAMW = Recipe(
     partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0),
     weight_decay=0.1, max_norm=1.0, warm_up=100, last_share=0.1,
 )  # fmt: skip
+SIGNS = partial(torch.optim.Adam, betas=(0.0, 0.0), eps=1e-12)  # theta := theta - lr sign(grad)
 OPTIMIZERS = {
     "sgd": Recipe(torch.optim.SGD),
     "momentum": Recipe(partial(torch.optim.SGD, momentum=0.9)),
     "adam": Recipe(torch.optim.Adam),
     "adamw": ADAMW,
-    "muon": replace(ADAMW, has_muon=True),
+    "muon": replace(ADAMW, muon_momentum=MOMENTUM),
+    # steps of a given size, whatever the gradient's (docs of EF21: EF21-Muon)
+    "lmo": replace(ADAMW, make=SIGNS, muon_momentum=0.0, weight_decay=0.0, max_norm=0.0),
     "sgdw": Recipe(torch.optim.SGD, weight_decay=0.1, warm_up=100, last_share=0.1),
 }
+
+
+def recipe_of(method: Method) -> Recipe:
+    """The recipe of a method's optimizer, with the weight decay that its words name."""
+    recipe = OPTIMIZERS[method.optimizer]
+    return recipe if method.weight_decay is None else replace(recipe, weight_decay=method.weight_decay)
 
 
 class Descent:

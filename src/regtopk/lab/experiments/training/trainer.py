@@ -12,7 +12,7 @@ from regtopk.core.link import Link
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layer, Layout
 from regtopk.lab.experiments.tasks.task import Task
-from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
+from regtopk.lab.experiments.training.optimizers import Descent, recipe_of
 from regtopk.lab.method import Method
 from regtopk.rounds import LocalRounds, RoundMaker, cut_evenly
 from regtopk.simulate import Cluster
@@ -122,7 +122,7 @@ class Trainer:
             self._outer = rounds.make_outer([part.models for part in self._parts])
             maker = SimulatedRounds(self._parts, self._local, self._outer, self._aggregate)
             self._rounds = LocalRounds(rounds, maker)
-        self._descent = Descent(self._local, OPTIMIZERS[method.optimizer], lr, num_steps, task.layout)
+        self._descent = Descent(self._local, recipe_of(method), lr, num_steps, task.layout)
         self._timer = Timer(self.models.device)
         self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite

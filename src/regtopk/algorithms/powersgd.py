@@ -1,0 +1,154 @@
+"""PowerSGD: matrices travel as two thin factors, found by one step of a power iteration."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from regtopk.core import Algorithm, Conversation, DenseSum, Layer, Layout, ResidualState, Worker, shared
+from regtopk.core.codes import VALUE_CODES, is_lossless, quantise
+from regtopk.core.options import integer, one_of, option
+from regtopk.core.random import uniform
+
+MIN_SAVING = 2  # what two factors make less than so many times smaller is sent as it is
+
+
+@dataclass
+class PowerSGDState(ResidualState):
+    """The residual, and the factors Q that the next step begins with, one after the other."""
+
+    factors: Tensor = shared()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Algorithm[PowerSGDState]):
+    """Low-rank sums with error feedback and a warm start (PowerSGD, Vogels, Karimireddy, Jaggi 2019).
+
+    a_n = e_n + g_n
+    A_n: a parameter's a_n as a matrix, b x c
+    P = orth(sum_n w_n A_n orth(Q))                orth: an orthonormal basis of the columns, `rank` many
+    Q := sum_n w_n A_n' P, g = P Q'                Q is where the next step begins
+    e_n := a_n - g
+
+    Vectors, and matrices that two factors do not make half as large, are sums of a_n as it is. What a value
+    code loses stays in e_n. A worker sends and receives rank (b + c) numbers for a matrix, at any number of
+    workers, in two sums. Last bits may depend on the number of threads.
+
+    Use it for: comparisons with the low-rank method that torch ships as a hook; many workers.
+
+    Args:
+        rank: columns of a factor, >= 1. The paper has 1 to 4.
+        value_code: how factors and vectors are coded on the wire, and their sums on the way back.
+        seed: an integer, of the first Q.
+
+    Differs from torch's hook, which sends everything in the first 1,000 steps unless told otherwise, and
+    whose e_n of vectors is their distance from the mean: a sum of zero. The first Q is uniform, not normal.
+
+    Checked against torch's powerSGD_hook on two ranks, from the same Q: the same to rounding.
+    """
+
+    name = "powersgd"
+    promises = frozenset({"conserves_sum"})
+    rank: int = option(4, integer(at_least=1))
+    value_code: str = option("float32", one_of(*VALUE_CODES))
+    seed: int = option(0, integer())
+
+    def init(self, worker: Worker) -> PowerSGDState:
+        groups, _ = _cut(worker.layout, self.rank)
+        size = sum(group.size_of_factors(1, self.rank) for group in groups)
+        first = uniform(worker.index.new_zeros(()), self.seed, 0, size) - 0.5
+        return PowerSGDState(worker.zeros(), first.to(worker.weight))
+
+    def exchange(self, grad: Tensor, state: PowerSGDState, worker: Worker) -> Conversation:
+        groups, rest = _cut(worker.layout, self.rank)
+        rest, num_rest = rest.to(grad.device), len(rest)
+        residual = state.residual.add_(grad)
+        right = _orthonormal(_unpack(state.factors, groups, 1, self.rank))
+        left = _products(residual, groups, right, is_transposed=False)
+        request = self._sum_of(torch.cat([residual[..., rest], left], -1), worker)
+        total = yield from request
+        aggregate = total.new_zeros(worker.numel)
+        if groups:
+            basis = _orthonormal(_unpack(total[num_rest:], groups, 0, self.rank))
+            projected = _products(residual, groups, basis, is_transposed=True)
+            state.factors = yield from self._sum_of(projected, worker)
+            for group, p, q in zip(groups, basis, _unpack(state.factors, groups, 1, self.rank), strict=True):
+                group.write_(aggregate, p @ q.mT)
+            residual.sub_(aggregate)
+        arrived = request.tensor if request.loss is None else request.tensor - request.loss
+        residual[..., rest] -= arrived[..., :num_rest]
+        aggregate[rest] = total[:num_rest]
+        return aggregate
+
+    def _sum_of(self, numbers: Tensor, worker: Worker) -> DenseSum:
+        """The request of a sum, coded both ways."""
+        sent = quantise(numbers, self.value_code)
+        loss = None if is_lossless(self.value_code) else torch.zeros_like(sent)
+        return DenseSum(sent, worker.weight, self.value_code, self.value_code, loss)
+
+
+@dataclass(frozen=True)
+class MatrixGroup:
+    """All parameters of one shape that travel as factors: one batch."""
+
+    sides: tuple[int, int]
+    layers: tuple[Layer, ...]
+
+    def size_of_factors(self, side: int, rank: int) -> int:
+        """How many numbers the left (0) or the right (1) factors have."""
+        return len(self.layers) * self.sides[side] * rank
+
+    def read(self, vector: Tensor) -> Tensor:
+        """The matrices of a flat vector (J,), as a batch."""
+        return torch.stack([vector[layer.entries].view(self.sides) for layer in self.layers])
+
+    def write_(self, vector: Tensor, matrices: Tensor) -> None:
+        """Write matrices to their places in a flat vector (J,)."""
+        for layer, matrix in zip(self.layers, matrices, strict=True):
+            vector[layer.entries] = matrix.flatten()
+
+
+@lru_cache(maxsize=256)
+def _cut(layout: Layout, rank: int) -> tuple[tuple[MatrixGroup, ...], Tensor]:
+    """Which matrices travel as factors, by shape, and the indices of all other entries."""
+    by_shape: dict[tuple[int, int], list[Layer]] = {}
+    is_outside = torch.ones(layout.numel, dtype=torch.bool)
+    for layer in layout.layers:
+        if rank * sum(layer.sides) * MIN_SAVING < layer.numel and len(layer.shape) > 1:
+            by_shape.setdefault(layer.sides, []).append(layer)
+            is_outside[layer.entries] = False
+    groups = (MatrixGroup(sides, tuple(layers)) for sides, layers in by_shape.items())
+    return tuple(groups), is_outside.nonzero().flatten()
+
+
+def _unpack(flat: Tensor, groups: Sequence[MatrixGroup], side: int, rank: int) -> list[Tensor]:
+    """The factors of each group, (number, side, rank), that lie one after the other in a vector."""
+    parts = flat.split([group.size_of_factors(side, rank) for group in groups])
+    return [part.view(-1, group.sides[side], rank) for group, part in zip(groups, parts, strict=True)]
+
+
+def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
+    """An orthonormal basis of the columns of each factor; zeros give some basis too."""
+    return [torch.linalg.qr(factor).Q for factor in factors]
+
+
+def _products(
+    vectors: Tensor, groups: Sequence[MatrixGroup], factors: list[Tensor], *, is_transposed: bool
+) -> Tensor:
+    """Matrices times factors, of each worker's vector: (..., J) gives (..., m).
+
+    Workers are taken one by one: a product of a larger batch need not have the same bits.
+    """
+    if not groups:
+        return vectors[..., :0]
+    rows = []
+    for vector in vectors.view(-1, vectors.shape[-1]):
+        matrices = [group.read(vector) for group in groups]
+        products = [
+            (matrix.mT if is_transposed else matrix) @ factor
+            for matrix, factor in zip(matrices, factors, strict=True)
+        ]
+        rows.append(torch.cat([product.flatten() for product in products]))
+    return torch.stack(rows).view(*vectors.shape[:-1], -1)
