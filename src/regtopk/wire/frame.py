@@ -1,9 +1,4 @@
-"""The frame of a message: how it is made, and how it is checked.
-
-32 bytes, little-endian: magic (4), version (1), index code (1), value code (1), zero (1), J (8), count (8),
-checksum (8). The checksum is the sum of (2 i + 3) · word_i modulo 2^64 over the 32-bit words of the message,
-read as signed, without its own two: any change of one word, and of any two bits, changes it.
-"""
+"""The frame of a message: how it is made, and how it is checked (docs/wire-format.md)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

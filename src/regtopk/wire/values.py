@@ -1,7 +1,4 @@
-"""Values as words: plain numbers, or a symbol per value and the scales of each block.
-
-A new code also has a name, a number and a size: see `regtopk.wire`.
-"""
+"""Values as words: plain numbers, or a symbol per value and the scales of each block."""
 
 import torch
 from torch import Tensor
