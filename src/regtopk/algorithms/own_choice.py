@@ -10,25 +10,11 @@ to what it owes, and sends back the largest of that. So bytes per worker do not 
 from dataclasses import dataclass
 from typing import Any
 
-from regtopk.core import (
-    Conversation,
-    FromOwners,
-    Promises,
-    SenderSum,
-    SparseGradient,
-    SparseSum,
-    Sparsifier,
-    ToOwners,
-    Worker,
-    extended,
-    impute_,
-    option,
-    per_worker,
-    take_largest_,
-    within,
-)
+from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, within
 from regtopk.core.owners import for_owners_, num_owned, num_returned
-from regtopk.core.state import StateT
+from regtopk.core.requests import FromOwners, SenderSum, SparseSum, ToOwners, impute_
+from regtopk.core.sparse import SparseGradient, take_largest_
+from regtopk.core.state import StateT, extended, per_worker
 from regtopk.errors import ArgumentError
 
 

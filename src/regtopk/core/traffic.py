@@ -16,16 +16,7 @@ from torch import Tensor
 
 from regtopk.core.codes import full_message_bytes, message_bytes
 from regtopk.core.regions import region_bytes
-from regtopk.core.requests import (
-    Broadcast,
-    DenseSum,
-    FromOwners,
-    Gather,
-    Peek,
-    Request,
-    SparseSum,
-    ToOwners,
-)
+from regtopk.core.requests import Broadcast, DenseSum, FromOwners, Gather, Peek, Request, SparseSum, ToOwners
 from regtopk.core.worker import Worker
 
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to

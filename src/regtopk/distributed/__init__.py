@@ -34,16 +34,6 @@ from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.updates.exchange import UpdateExchange
 
 __all__ = [
-    "Checkpoints",
-    "Exchange",
-    "ExchangeBase",
-    "ExchangeOptions",
-    "OneProcess",
-    "ShardedHookState",
-    "SparseHookState",
-    "StepRecord",
-    "UpdateExchange",
-    "attach",
-    "merge_state_dicts",
-    "sparse_hook",
-]
+    "Checkpoints", "Exchange", "ExchangeBase", "ExchangeOptions", "OneProcess", "ShardedHookState",
+    "SparseHookState", "StepRecord", "UpdateExchange", "attach", "merge_state_dicts", "sparse_hook",
+]  # fmt: skip
