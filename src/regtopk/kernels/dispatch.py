@@ -75,15 +75,8 @@ def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
 
 def kernel_named(name: str) -> Kernel:
     """The kernel of a `KernelChoice`, imported where it is first asked for."""
-    if name == "cpu":
-        from regtopk.kernels.cpu import selection as cpu
-
-        return cpu
-    if name == "cuda":
-        from regtopk.kernels.cuda import selection as cuda
-
-        return cuda
-    return reference
+    kernel: Kernel = import_module(f"regtopk.kernels.{name}.selection")
+    return kernel
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
