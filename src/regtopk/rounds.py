@@ -178,11 +178,6 @@ class LocalRounds:
     theta_n     := theta_start + mix (theta_n - sent)   `delay` steps after it was sent
 
     If an update is not finite the round is skipped. The whole model returns to theta_start: a NaN spreads.
-
-    Attributes:
-        num_steps: how many steps the optimizer has made, those of the peer it has joined included.
-        clock: where the schedule stands: behind num_steps, if rounds did not count and were made again.
-        sent: of each fragment that is under way, its parameters as they were sent; of others nothing.
     """
 
     def __init__(self, rounds: Rounds, maker: RoundMaker) -> None:
@@ -192,8 +187,10 @@ class LocalRounds:
 
     def begin(self, num_steps: int, clock: int) -> None:
         """Go on from theta_start after so many steps."""
-        self.num_steps, self.clock, self._is_start = num_steps, clock, True
-        self.sent: list[list[Tensor]] = [[] for _ in self._fragments]
+        self.num_steps = num_steps  # of the optimizer, those of the peer it has joined included
+        self.clock = clock  # of the schedule: behind num_steps, if rounds did not count and were made again
+        self._is_start = True
+        self.sent: list[list[Tensor]] = [[] for _ in self._fragments]  # as it was, while it is under way
         self._exchanged_at = [num_steps for _ in self._fragments]
         self._before = list(self._exchanged_at)  # the same before the last send, which may not count
 

@@ -62,9 +62,7 @@ class Header(NamedTuple):
 def raise_for_status(status: Tensor, ranks: Sequence[int] | None = None) -> None:
     """Raise what is wrong with the first bad message, (..., N), if there is one. Reads the status once.
 
-    Args:
-        status: of messages from N ranks.
-        ranks: what these ranks are called; None: 0 to N - 1.
+    `ranks` is what the N ranks are called; None: 0 to N - 1.
     """
     names = ranks or range(status.shape[-1] if status.dim() else 1)
     for number, bits in enumerate(status.flatten().tolist()):

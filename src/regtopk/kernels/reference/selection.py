@@ -25,9 +25,7 @@ class Taken:
     indices: Tensor  # (..., capacity) int64, ascending; zero past the count
     values: Tensor  # (..., capacity); zero past the count
     count: Tensor  # (...,) int64, how many were taken
-    num_left: (
-        Tensor  # (...,) int64, how many more reached the threshold, and stayed
-    )
+    num_left: Tensor  # (...,) int64, how many more reached the threshold, and stayed
 
     @property
     def num_found(self) -> Tensor:
