@@ -146,10 +146,7 @@ def message_bytes(
     index_code: str = "elias-fano",
     indices: Tensor | None = None,
 ) -> Tensor:
-    """Bytes of sparse messages of (...,) entries, frame included: exactly what `wire.encode` makes.
-
-    Only the size of "rice" depends on the ``indices``, (..., m); without them it is the most it takes.
-    """
+    """Bytes of sparse messages of (...,) entries, frame included: exactly what `wire.encode` makes."""
     layout = index_layout(count, numel, index_code, indices)
     words = layout.field_words + num_words(layout.unary_bits)
     return 4 * (HEADER_WORDS + words + value_words(count, wire_code(dtype, value_code)))

@@ -111,11 +111,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def loaded(buckets: Buckets, saved: Any, *, keeps_buckets: bool) -> Progress:
-    """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one.
-
-    Raises:
-        StateError: it does not fit, or is damaged.
-    """
+    """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one."""
     if isinstance(saved, dict) and "updates" in saved:
         raise StateError(
             "the saved state must be of an exchange of gradients, got one of updates: load it into an "

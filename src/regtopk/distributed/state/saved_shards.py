@@ -188,10 +188,7 @@ def _spread_owed(saved: dict[str, Any], worker: dict[str, Any], rank: int) -> No
 
 
 def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard: list[int]) -> bool:
-    """Make a part of the model into another: what belonged to the old one as a whole starts anew.
-
-    Returns whether it is another one.
-    """
+    """Whether a part of the model becomes another: what belonged to the old one as a whole starts anew."""
     parameters = [[name, list(shape)] for name, shape in buckets.parameters.shapes.items()]
     groups = [list(bucket.names) for bucket in buckets.all]
     if (state["shard"], state["parameters"], state["groups"]) == (shard, parameters, groups):

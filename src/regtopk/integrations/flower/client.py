@@ -129,10 +129,7 @@ class Client:
     def reply(self, instruction: Instruction, model: Model, trained: Model) -> Reply:
         """What to send after training; it is on the disk when this returns.
 
-        Args:
-            instruction: the server's.
-            model: what `model_of` made of it.
-            trained: the same arrays after training.
+        `model` is what `model_of` made of the instruction, and `trained` the same arrays after training.
 
         Raises:
             GradientError: the update is not finite; the memory has not changed.

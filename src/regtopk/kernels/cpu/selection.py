@@ -1,15 +1,6 @@
-"""Fast kernels for CPU tensors: one pass over memory, then k-sized work.
+"""Fast kernels for CPU tensors: one pass over memory, then k-sized work, as docs/kernels.md tells it.
 
-The largest k of J entries are found without sorting or copying J of them:
-
-1. A small sample says which key somewhat more than k entries reach (`guess`).
-2. One pass accumulates, and collects the entries that reach it.
-3. If at least k were collected, the k-th largest of *them* is the threshold, exactly. Otherwise (the
-   guess was wrong, many entries are equal, or k is a large part of J) all keys are counted by their
-   leading 16 bits, then by the bits that follow: more passes, no more memory, exact for any input.
-
-Of equal scores at the threshold the first in the row are taken: the result depends neither on the guess
-nor on the number of threads, which is torch's.
+The result depends neither on the guess nor on the number of threads, which is torch's.
 """
 
 import math
