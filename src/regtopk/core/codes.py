@@ -22,24 +22,11 @@ INDEX_CODES = ("elias-fano", "rice", "raw32")
 HEADER_WORDS = 8
 MAX_NUMEL = 2**40
 MAX_FIELD_BITS = 32  # a field then never spans more than two words
-VALUE_BITS = {
-    "none": 0,  # indices alone
-    "float64": 64,
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "int8": 8,
-    "4bit": 4,
-    "2bit": 2,
+VALUE_BITS = {  # "none": indices alone
+    "none": 0, "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "4bit": 4, "2bit": 2,
     "sign": 1,
-}
+}  # fmt: skip
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def check_value_code(value_code: str) -> str:
-    """Refuse an unknown value code."""
-    check_choice("value_code", value_code, VALUE_CODES)
-    return value_code
 
 
 def check_index_code(index_code: str, numel: int | None = None) -> str:

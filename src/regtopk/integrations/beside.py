@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from regtopk.distributed.checkpoints.choice import choose, found_in, refuse
-from regtopk.distributed.checkpoints.folder import Checkpoints, collectives_of
+from regtopk.distributed.checkpoints.folder import Checkpoints
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.transport.collectives import collectives_of
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's

@@ -5,7 +5,8 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from regtopk.kernels.cuda.replay import repeat
 from regtopk.kernels.reference import selection as reference
 from regtopk.kernels.reference import sums
 from regtopk.kernels.reference.pieces import Support
-from regtopk.kernels.reference.selection import Damped, Taken
+from regtopk.kernels.reference.selection import Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
@@ -29,25 +30,7 @@ _PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device ne
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
 _GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _log = logging.getLogger("regtopk")
-
-
-class Kernel(Protocol):
-    """A module with these functions; `reference.selection` says what they do."""
-
-    def take_largest_(
-        self, residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Accumulate, and take the k entries of largest score."""
-
-    def take_largest_per_chunk_(
-        self, residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The same for every chunk of the vector."""
-
-    def take_above_(
-        self, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
-    ) -> Taken:
-        """Accumulate, and take the entries that reach a threshold."""
+Kernel = ModuleType  # with the operations of `reference.selection`
 
 
 class KernelChoice(NamedTuple):
@@ -75,13 +58,13 @@ def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
 
 def kernel_named(name: str) -> Kernel:
     """The kernel of a `KernelChoice`, imported where it is first asked for."""
-    kernel: Kernel = import_module(f"regtopk.kernels.{name}.selection")
-    return kernel
+    return import_module(f"regtopk.kernels.{name}.selection")
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """Accumulate, and take the entries that reach a threshold: see `reference.selection.take_above_`."""
-    return kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+    taken: Taken = kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+    return taken
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:

@@ -7,12 +7,7 @@ from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
 from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, num_words, scale_words
 from regtopk.wire import bits
 
-_NUMBERS = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_NUMBERS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 def pack_values(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:

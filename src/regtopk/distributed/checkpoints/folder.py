@@ -20,22 +20,10 @@ from regtopk.distributed.checkpoints.loading import Loading, together
 from regtopk.distributed.checkpoints.manifest import Manifest
 from regtopk.distributed.options import names_typos
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.transport.collectives import (
-    Alone,
-    Collectives,
-    by_rank,
-    group_or_default,
-    is_one_process,
-)
+from regtopk.distributed.transport.collectives import by_rank, collectives_of
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")
-
-
-def collectives_of(group: dist.ProcessGroup | None) -> Collectives:
-    """Of all ranks if it is None; one process needs no process group."""
-    is_alone = group is None and not dist.is_initialized() and is_one_process()
-    return Alone() if is_alone else Collectives(group_or_default(group))
 
 
 class Checkpoints:

@@ -101,11 +101,7 @@ def _count_digit(row: Row, stretches: list[Stretch], prefix: int, shift: int, wi
     digit = [row.bits.dtype.type(number) for number in (prefix, shift, width)]
 
     def count(start: int, stop: int, own: Array) -> None:
-        at = row.bits, start, stop, row.mask
-        if shift + width == 8 * row.bits.itemsize - 1:
-            loops.count_leading_digit(*at, digit[1], own)
-        else:
-            loops.count_next_digit(*at, *digit, own)
+        loops.count_next_digit(row.bits, start, stop, row.mask, *digit, own)
 
     side_by_side(count, [(*stretch, own) for stretch, own in zip(stretches, counts, strict=True)])
     return counts
