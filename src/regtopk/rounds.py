@@ -52,21 +52,14 @@ class Rounds(NamedTuple):
     """What a worker sends, and after how many steps.
 
     With gradients, the aggregate of every step goes to one optimizer. With updates, every worker has its own
-    parameters and its own optimizer: see `LocalRounds`.
-
-    Args:
-        exchange: gradients or updates.
-        every, delay, fragments, mix: as in `regtopk.UpdateExchange`.
-        outer: none applies the aggregate as it is; sgd and nesterov take it for a gradient.
-        outer_lr: learning rate of outer; None: 1 for sgd and, as DiLoCo has it, 0.7 for nesterov.
-        outer_momentum: in [0, 1); None: 0 for sgd, 0.9 for nesterov, which needs some.
+    parameters and its own optimizer: see `LocalRounds`, and for the times `regtopk.UpdateExchange`.
     """
 
-    exchange: str = "gradients"
+    exchange: str = "gradients"  # or updates
     every: int = 1
-    outer: str = "none"
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
+    outer: str = "none"  # applies the aggregate as it is; sgd and nesterov take it for a gradient
+    outer_lr: float | None = None  # None: 1 for sgd and, as DiLoCo has it, 0.7 for nesterov
+    outer_momentum: float | None = None  # in [0, 1); None: 0 for sgd, 0.9 for nesterov, which needs some
     delay: int = 0
     fragments: int = 1
     mix: float = 1.0

@@ -17,6 +17,8 @@ from regtopk.core.sparse import SparseGradient, take_largest_
 from regtopk.core.state import StateT, extended, per_worker
 from regtopk.errors import ArgumentError
 
+_PROMISES: Promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class OwnChoice(Sparsifier[StateT]):
@@ -49,6 +51,11 @@ class OwnChoice(Sparsifier[StateT]):
     def sent_code(self) -> str:
         """The code of what is selected. Messages to owners have blocks of their own, and are coded later."""
         return self.value_code if self.returned is None else "float32"
+
+    @property
+    def promises(self) -> Promises:
+        """A worker that pays for others' entries conserves its own only together with them."""
+        return self.promised(_PROMISES)
 
     def promised(self, promises: Promises) -> Promises:
         """What is left of some promises with these options."""

@@ -58,8 +58,7 @@ def load(folder: Path, **exchanges: ExchangeBase) -> None:
 def newest_checkpoint(folder: str | Path) -> str | None:
     """The newest `checkpoint-STEP` of a folder that all ranks have finished. Call it on every rank.
 
-    A rank that is killed while a checkpoint is written leaves a folder that nobody can go on from. It is
-    passed over. So is one that is damaged, with a warning.
+    What a killed rank has left half-written is passed over. So is what is damaged, with a warning.
 
     Returns:
         Its path, the same on every rank; None if there is none.

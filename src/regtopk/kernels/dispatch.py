@@ -80,7 +80,9 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """Write a source over pieces, if a flag on the device says so: see `reference.pieces.overwrite_if_`."""
-    _module(_name_for_pieces(pieces), "pieces").overwrite_if_(flag, pieces, source)
+    is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]  # one launch for all is worth it
+    name = describe("cuda").kernel if is_large and pieces[0].is_cuda else "reference"
+    _module(name, "pieces").overwrite_if_(flag, pieces, source)
 
 
 def unpacks(words: Tensor) -> bool:
@@ -147,12 +149,6 @@ def _name_for(vector: Tensor, grad: Tensor | None = None) -> str:
     if choice.kernel == "reference":
         _notice(choice.reason)
     return choice.kernel
-
-
-def _name_for_pieces(pieces: Sequence[Tensor]) -> str:
-    """The kernel for pieces of any shapes: "cuda" if its one launch for all is worth it."""
-    is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]
-    return describe("cuda").kernel if is_large and pieces[0].is_cuda else "reference"
 
 
 def _wanted() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, check_density
-from regtopk.core.codes import VALUE_CODES, check_index_code
+from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_positive
 from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
@@ -79,7 +79,7 @@ class Method:
             raise ArgumentError(f"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got {like!r}")
         name, density, index_code, value_code = like.split(":")
         check_density(_value("density", density))
-        check_choice("value_code", value_code, VALUE_CODES)
+        check_value_code(value_code)
         return cls.parse(f"{name}:density={density}:index_code={index_code}:value_code={value_code}")
 
     @property

@@ -1,8 +1,4 @@
-"""Checkpoints of a whole run, for ranks that come and go: what the ranks agree on when they save and load.
-
-No rank waits for another while files are written. A save is complete when the parts of all its ranks are
-there, and those who load find that out.
-"""
+"""Checkpoints of a whole run, for ranks that come and go: what the ranks agree on when they save and load."""
 
 import logging
 import secrets

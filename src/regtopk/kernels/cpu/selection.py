@@ -14,13 +14,7 @@ from regtopk.kernels.cpu import loops
 from regtopk.kernels.cpu.compiled import Array
 from regtopk.kernels.cpu.rows import Row, Stretch, cut, like, outputs, rows_of
 from regtopk.kernels.cpu.threads import over_rows, side_by_side
-from regtopk.kernels.cpu.threshold import (
-    collect_,
-    collected,
-    guess,
-    threshold_by_digits,
-    threshold_of_collected,
-)
+from regtopk.kernels.cpu.threshold import collect_, collected, guess, threshold_by_digits, threshold_of_found
 from regtopk.kernels.reference.selection import Damped, Taken
 
 
@@ -82,7 +76,7 @@ def _take_largest_of_row_(row: Row, stretches: list[Stretch], k: int, indices: A
     is_enough = k <= sum(of_stretch.num for of_stretch in found) <= capacity
     if is_enough:
         found = [collected(row, stretches[n], least, of_stretch) for n, of_stretch in enumerate(found)]
-        threshold, num_above, num_equal = threshold_of_collected(found, k)
+        threshold, num_above, num_equal = threshold_of_found(found, k)
     else:
         threshold, num_above, num_equal = threshold_by_digits(row, stretches, k)
     num_ties = _first(k - num_above.sum(), num_equal)

@@ -69,7 +69,7 @@ def collected(row: Row, stretch: Stretch, guess: Any, found: Found) -> Found:
     return Found(num, positions[:num], keys[:num])
 
 
-def threshold_of_collected(found: list[Found], k: int) -> tuple[Any, Array, Array]:
+def threshold_of_found(found: list[Found], k: int) -> tuple[Any, Array, Array]:
     """The k-th largest key, and how many of each stretch are above it and equal to it."""
     keys = np.concatenate([of_stretch.keys for of_stretch in found])
     keys.partition(keys.size - k)

@@ -51,7 +51,11 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
             _guess(rows, plan)
         _accumulate_(rows, plan.room, plan.is_wide)
         _gather(rows, plan.capacity)
-        _find_threshold(rows, _MAX_STRETCHES if plan.capacity > 0 else _MAX_LONG_STRETCHES)
+        num_parts = _num_stretches(rows, _MAX_STRETCHES if plan.capacity > 0 else _MAX_LONG_STRETCHES)
+        for digit in range(
+            (rows.key_bits + 1) // 8
+        ):  # of the k-th largest key, which is then among the words
+            rows.launch(selection.count_digit, num_parts, DIGIT=digit, BLOCK=_BLOCK)
         indices, values = rows.outputs(k)
         if plan.is_wide or plan.capacity == 0:
             _move_out_by_tile_(rows)
@@ -149,12 +153,6 @@ def _gather(rows: DeviceRows, capacity: int) -> None:
     if capacity > 0:
         num_parts = math.ceil(rows.arguments["num_tiles"] / _TILES_TOGETHER)
         rows.launch(selection.gather, num_parts, NUM_TILES=_TILES_TOGETHER)
-
-
-def _find_threshold(rows: DeviceRows, most: int) -> None:
-    """Find the k-th largest key digit by digit; the result is among the words."""
-    for digit in range((rows.key_bits + 1) // 8):
-        rows.launch(selection.count_digit, _num_stretches(rows, most), DIGIT=digit, BLOCK=_BLOCK)
 
 
 def _move_out_(rows: DeviceRows) -> None:

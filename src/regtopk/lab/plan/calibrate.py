@@ -31,15 +31,7 @@ from regtopk.distributed.transport.collectives import Collectives, group_or_defa
 from regtopk.errors import ClusterError
 from regtopk.lab.launch import Emit, join_group, launch
 from regtopk.lab.plan.costs import Calibration, describe_machine, fit
-from regtopk.lab.plan.exchange import (
-    BUCKET_BYTES,
-    MIDDLE_NUMEL,
-    POWERSGD_RANK,
-    Units,
-    Work,
-    move_work,
-    numel_units,
-)
+from regtopk.lab.plan.exchange import BUCKET_BYTES, MIDDLE_NUMEL, POWERSGD_RANK, Work, move_work, numel_units
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import CODES
 
@@ -215,7 +207,7 @@ CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what 
 
 def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case] = CASES) -> Calibration:
     """Measure collectives and the work `of` one process on cpu or cuda, and fit a line to each kind."""
-    points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
+    points: dict[str, list[tuple[Any, float]]] = defaultdict(list)  # by line: units, and seconds
     try:
         for point in launch(_time_collectives, NUM_PROCESSES, torch.get_num_threads()):
             points[point["line"]].append((point["units"], point["seconds"]))

@@ -40,10 +40,8 @@ class FlatWeights:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat vector (..., J), parameter by parameter, in their own shapes."""
-        return {
-            layer.name: _in_own_shape(flat[..., layer.start : layer.start + layer.numel], layer.shape)
-            for layer in self.layout.layers
-        }
+        layers = self.layout.layers
+        return {layer.name: _in_own_shape(flat[..., layer.entries], layer.shape) for layer in layers}
 
 
 def aligned_rows(num: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
