@@ -52,9 +52,7 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
         _accumulate_(rows, plan.room, plan.is_wide)
         _gather(rows, plan.capacity)
         num_parts = _num_stretches(rows, _MAX_STRETCHES if plan.capacity > 0 else _MAX_LONG_STRETCHES)
-        for digit in range(
-            (rows.key_bits + 1) // 8
-        ):  # of the k-th largest key, which is then among the words
+        for digit in range((rows.key_bits + 1) // 8):  # of the k-th largest key: among the words then
             rows.launch(selection.count_digit, num_parts, DIGIT=digit, BLOCK=_BLOCK)
         indices, values = rows.outputs(k)
         if plan.is_wide or plan.capacity == 0:
