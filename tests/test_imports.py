@@ -25,7 +25,7 @@ ROWS = [
     "__main__",
     "cli",
     "lab.experiments lab.plan",
-    "lab.report",
+    "lab.report lab.launch",
     "lab.runs",
     "lab.method",
     "integrations",

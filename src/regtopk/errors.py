@@ -1,20 +1,4 @@
-"""What can go wrong, as a small tree.
-
-::
-
-    RegtopkError
-    ├── ArgumentError      (also a ValueError)    an option breaks its rule
-    ├── GradientError      (also a ValueError)    a gradient of the wrong shape or type, or not finite
-    ├── StateError         (also a ValueError)    a saved state that does not fit
-    ├── OracleError        (also a RuntimeError)  an algorithm peeks, and this cluster cannot answer
-    ├── WireFormatError    (also a ValueError)    a message that is damaged or not ours
-    ├── ClusterError       (also a RuntimeError)  the ranks disagree, or the model cannot be attached to
-    ├── OutputError        (also an OSError)      a folder that cannot be written, or cannot be read as a run
-    │   └── RunExistsError                        a folder that holds another run
-    └── MissingExtraError  (also an ImportError)  an optional dependency is not installed
-
-Every message names the argument, the rule and the value, and is raised before any state changes.
-"""
+"""What can go wrong. A message names the argument, the rule and the value; nothing has changed by then."""
 
 
 class RegtopkError(Exception):

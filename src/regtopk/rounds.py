@@ -52,21 +52,14 @@ class Rounds(NamedTuple):
     """What a worker sends, and after how many steps.
 
     With gradients, the aggregate of every step goes to one optimizer. With updates, every worker has its own
-    parameters and its own optimizer: see `LocalRounds`.
-
-    Args:
-        exchange: gradients or updates.
-        every, delay, fragments, mix: as in `regtopk.UpdateExchange`.
-        outer: none applies the aggregate as it is; sgd and nesterov take it for a gradient.
-        outer_lr: learning rate of outer; None: 1 for sgd and, as DiLoCo has it, 0.7 for nesterov.
-        outer_momentum: in [0, 1); None: 0 for sgd, 0.9 for nesterov.
+    parameters and its own optimizer: see `LocalRounds`, and for the times `regtopk.UpdateExchange`.
     """
 
-    exchange: str = "gradients"
+    exchange: str = "gradients"  # or updates
     every: int = 1
-    outer: str = "none"
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
+    outer: str = "none"  # applies the aggregate as it is; sgd and nesterov take it for a gradient
+    outer_lr: float | None = None  # None: 1 for sgd and, as DiLoCo has it, 0.7 for nesterov
+    outer_momentum: float | None = None  # in [0, 1); None: 0 for sgd, 0.9 for nesterov
     delay: int = 0
     fragments: int = 1
     mix: float = 1.0
@@ -177,11 +170,6 @@ class LocalRounds:
     theta_n     := theta_start + mix (theta_n - sent)   `delay` steps after it was sent
 
     If an update is not finite the round is skipped. The whole model returns to theta_start: a NaN spreads.
-
-    Attributes:
-        num_steps: how many steps the optimizer has made, those of the peer it has joined included.
-        clock: where the schedule stands: behind num_steps, if rounds did not count and were made again.
-        sent: of each fragment that is under way, its parameters as they were sent; of others nothing.
     """
 
     def __init__(self, rounds: Rounds, maker: RoundMaker) -> None:
@@ -191,8 +179,10 @@ class LocalRounds:
 
     def begin(self, num_steps: int, clock: int) -> None:
         """Go on from theta_start after so many steps."""
-        self.num_steps, self.clock, self._is_start = num_steps, clock, True
-        self.sent: list[list[Tensor]] = [[] for _ in self._fragments]
+        self.num_steps = num_steps  # of the optimizer, those of the peer it has joined included
+        self.clock = clock  # of the schedule: behind num_steps, if rounds did not count and were made again
+        self._is_start = True
+        self.sent: list[list[Tensor]] = [[] for _ in self._fragments]  # as it was, while it is under way
         self._exchanged_at = [num_steps for _ in self._fragments]
         self._before = list(self._exchanged_at)  # the same before the last send, which may not count
 

@@ -48,7 +48,7 @@ def run(algorithm: Algorithm[Any], given: dict[str, Any]) -> tuple[Any, Any]:
             steps.buckets.all[0].state = steps.buckets.all[0].state.clone()
         make_step(steps, grads)
         aggregates += [grads[name].clone() for name in sorted(grads)]
-    groups = [[list(names) for names in group] for group in steps._driver.alike._rows]
+    groups = [[list(names) for names in group] for group in steps._alike._rows]
     states = [bucket.state.state_dict() for bucket in steps.buckets.all]
     return groups, (aggregates, states, steps.ledger.total.sent_bytes)
 
@@ -103,7 +103,7 @@ def live_bytes(steps: Steps) -> int:
     gc.collect()
     buckets = steps.buckets.all
     tensors = [t for bucket in buckets for t in bucket.state.state_dict().values()]
-    rows = steps._driver.alike._rows.values()
+    rows = steps._alike._rows.values()
     for sums in [*(bucket.sums for bucket in buckets), *(each.sums for each in rows)]:
         tensors += [total.vector for total in (sums.spare, sums.total) if total is not None]
     for each in rows:

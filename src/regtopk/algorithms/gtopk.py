@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, Sparsifier, Worker, take
-from regtopk.core.sparse import take_largest_
+from regtopk.core.sparse import find_largest_, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,8 @@ class GTopK(ErrorFeedback, Sparsifier[ResidualState]):
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
         total = yield from SparseSum(sent, worker.weight)
-        is_chosen = among_largest(total, k)
+        chosen = find_largest_(torch.zeros_like(total), total, k)
+        is_chosen = torch.zeros_like(total, dtype=torch.bool).scatter_(-1, chosen, True)
         returned = sent.values.where(~take(is_chosen, sent.indices), 0)
         state.residual.scatter_add_(-1, sent.indices, returned)
         return total.where(is_chosen, 0)
-
-
-def among_largest(vector: Tensor, k: int) -> Tensor:
-    """Mask of the k largest magnitudes, (..., J); among equals the first ones, so that all ranks agree."""
-    largest = take_largest_(torch.zeros_like(vector), vector, k).values
-    magnitude, threshold = vector.abs(), largest.abs().amin(-1, keepdim=True)
-    is_larger, is_equal = magnitude > threshold, magnitude == threshold
-    room = k - is_larger.sum(-1, keepdim=True)
-    return is_larger | (is_equal & (is_equal.cumsum(-1) <= room))

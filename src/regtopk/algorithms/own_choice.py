@@ -10,26 +10,14 @@ to what it owes, and sends back the largest of that. So bytes per worker do not 
 from dataclasses import dataclass
 from typing import Any
 
-from regtopk.core import (
-    Conversation,
-    FromOwners,
-    Promises,
-    SenderSum,
-    SparseGradient,
-    SparseSum,
-    Sparsifier,
-    ToOwners,
-    Worker,
-    extended,
-    impute_,
-    option,
-    per_worker,
-    take_largest_,
-    within,
-)
+from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, within
 from regtopk.core.owners import for_owners_, num_owned, num_returned
-from regtopk.core.state import StateT
+from regtopk.core.requests import FromOwners, SenderSum, SparseSum, ToOwners, impute_
+from regtopk.core.sparse import SparseGradient, take_largest_
+from regtopk.core.state import StateT, extended, per_worker
 from regtopk.errors import ArgumentError
+
+_PROMISES: Promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +78,11 @@ class OwnChoice(ReturnsInPart[StateT]):
                 "returned must be None with impute, which infers from who sent an entry, "
                 f"got returned={self.returned}, impute={self.impute}"
             )
+
+    @property
+    def promises(self) -> Promises:
+        """A worker that pays for others' entries conserves its own only together with them."""
+        return self.promised(_PROMISES)
 
     def promised(self, promises: Promises) -> Promises:
         """What is left of some promises with these options."""

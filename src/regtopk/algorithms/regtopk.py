@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, damped_by
-from regtopk.core import Conversation, Promises, Worker, take_largest_
+from regtopk.core import Conversation, Worker, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,6 @@ class RegTopK(OwnChoice[ScoredState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.score  # checks its own
-
-    @property
-    def promises(self) -> Promises:
-        """A worker that pays for others' entries conserves its own only together with them."""
-        return self.promised(
-            frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
-        )
 
     @cached_property
     def score(self) -> PosteriorScore:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regtopk.algorithms.gtopk import among_largest
 from regtopk.core import Conversation, DenseSum, ErrorFeedback, ResidualState, Sparsifier, Worker, to_integers
 from regtopk.core.codes import VALUE_CODES, quantise
 from regtopk.core.options import integer, one_of, option
 from regtopk.core.random import uniform
-from regtopk.core.sparse import take_at_, to_dense
+from regtopk.core.sparse import find_largest_, take_at_, to_dense
 
 _COLUMNS_PER_ENTRY = 4
 _MOST_ROWS = 52  # each row takes one bit of a random number
@@ -63,7 +62,7 @@ class Sketch(ErrorFeedback, Sparsifier[ResidualState]):
         sketch = quantise(self._sketch(accumulated, columns, worker), self.sketch_code)
         summed = yield from DenseSum(sketch, worker.weight, self.sketch_code)
         estimate = self._estimate(summed, columns, worker)
-        support = among_largest(estimate, k).nonzero()[..., -1].view(*estimate.shape[:-1], k)
+        support = find_largest_(torch.zeros_like(estimate), estimate, k)
         values = take_at_(accumulated, None, support, code=self.value_code)
         total = yield from DenseSum(values, worker.weight, self.value_code)
         return to_dense(support, total, worker.numel)

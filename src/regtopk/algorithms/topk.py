@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regtopk.algorithms.own_choice import OwnChoice
-from regtopk.core import Conversation, ErrorFeedback, Promises, ResidualState, Worker
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, Worker
 from regtopk.core.sparse import take_largest_
 
 
@@ -24,13 +24,6 @@ class TopK(ErrorFeedback, OwnChoice[ResidualState]):
     """
 
     name = "topk"
-
-    @property
-    def promises(self) -> Promises:
-        """A worker that pays for others' entries conserves its own only together with them."""
-        return self.promised(
-            frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
-        )
 
     def init(self, worker: Worker) -> ResidualState:
         return self.with_owed(super().init(worker), worker)

@@ -11,12 +11,7 @@ A block of 128 consecutive values has n + 1 magnitudes, from lo to hi:
     sign   n = 0, a magnitude for    the means of the block's positive and of its negative magnitudes
            either sign                                             two: minus, plus
 
-The values that Top-k selects lie between a threshold and a tail. Levels from lo to hi, closer near lo, lose
-two to four times less of them than levels from zero. A 2-bit code that sends the maximum, or a fixed part of
-it, sends more than there is on a heavy tail, so that its residual grows (docs/wire-format.md has the table).
-The loss is always a contraction, ||x - Q(x)||^2 <= (1 - 1/128) ||x||^2: int8 and 4bit offer every value a
-magnitude no larger than its own and send the maximum exactly; 2bit and sign send means. Users cannot choose
-"sign": it has no zero, and serves algorithms that send nothing but a sign and a common magnitude.
+docs/wire-format.md says why, and how much of a vector a code can lose.
 """
 
 import torch

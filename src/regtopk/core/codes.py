@@ -1,13 +1,7 @@
 """The names of value and index codes, and every size formula, once.
 
-A value code says how values travel: "float32" as they are (float64 values too, in their own 8 bytes),
-"bfloat16" and "float16" rounded to nearest and saturated, "int8", "4bit" and "2bit" as a sign and one of 128,
-8 or 2 magnitudes of each block (`core.blocks`). Users choose from these. "sign", one bit per value, serves
+docs/wire-format.md says what they mean. Users choose from `VALUE_CODES`; "sign", one bit per value, serves
 algorithms that send a sign and a common magnitude.
-
-A message is a frame of 32 bytes, the values, and the indices, each section in whole 32-bit words. All index
-codes are the same two sections, fields of a fixed width and unary bits: `index_layout` gives their sizes,
-docs/wire-format.md their meaning.
 """
 
 from functools import lru_cache
@@ -28,17 +22,10 @@ INDEX_CODES = ("elias-fano", "rice", "raw32")
 HEADER_WORDS = 8
 MAX_NUMEL = 2**40
 MAX_FIELD_BITS = 32  # a field then never spans more than two words
-VALUE_BITS = {
-    "none": 0,  # indices alone
-    "float64": 64,
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "int8": 8,
-    "4bit": 4,
-    "2bit": 2,
+VALUE_BITS = {  # "none": indices alone
+    "none": 0, "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "4bit": 4, "2bit": 2,
     "sign": 1,
-}
+}  # fmt: skip
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,11 +90,6 @@ class IndexLayout(NamedTuple):
 def index_layout(count: Tensor, numel: int, index_code: str, indices: Tensor | None = None) -> IndexLayout:
     """Sizes of the two sections of an index code, for counts, int64, of any shape.
 
-    elias-fano   width = floor(log2(J / k)), unary bits k + ((J - 1) >> width); or the bitmap, width 0 and
-                 J unary bits, where that takes fewer words
-    rice         width = floor(log2((J - k) / k)), unary bits k + sum of (gap >> width)
-    raw32        width = 32, no unary bits
-
     Only rice looks at the ``indices``, (..., m), which ascend up to count. Without them its unary bits are
     the most it can take, k + ((J - k) >> width).
     """
@@ -157,10 +139,7 @@ def message_bytes(
     index_code: str = "elias-fano",
     indices: Tensor | None = None,
 ) -> Tensor:
-    """Bytes of sparse messages of (...,) entries, frame included: exactly what `wire.encode` makes.
-
-    Only the size of "rice" depends on the ``indices``, (..., m); without them it is the most it takes.
-    """
+    """Bytes of sparse messages of (...,) entries, frame included: exactly what `wire.encode` makes."""
     layout = index_layout(count, numel, index_code, indices)
     words = layout.field_words + num_words(layout.unary_bits)
     return 4 * (HEADER_WORDS + words + value_words(count, wire_code(dtype, value_code)))

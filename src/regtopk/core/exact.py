@@ -11,10 +11,7 @@ _SMALLEST_EXPONENT = -900  # below, entries count as zero
 
 
 def exact_sum(x: Tensor) -> Tensor:
-    """sum over the last dimension, (..., J) -> (...,) float64, of finite numbers of any floating dtype.
-
-    Each entry is first rounded as `to_integers` does it.
-    """
+    """sum over the last dimension, (...,) float64, of finite numbers, rounded as by `to_integers`."""
     integers, unit = to_integers(x)
     return integers.sum(-1).double() * unit.squeeze(-1)
 

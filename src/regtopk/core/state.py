@@ -1,17 +1,9 @@
 """What an algorithm remembers between steps, and what becomes of it when the number of ranks changes.
 
-A state is a dataclass of tensors. Each field is declared with one of
-
-- `per_worker("weighted_sum")`: each worker has its own tensor, and training must not lose the weighted sum
-  of them (residual, momentum). When the number of ranks changes, each new worker m takes over some of the
-  old workers n: e'_m = (sum of w_n e_n over these n) / w'_m.
-- `per_worker("reset")`: each worker has its own tensor, which means nothing to another worker (the last
-  selection). It starts again when the number of ranks changes.
-- `per_worker("owned")`: what a worker owes to all on the entries that it owns (`core.owners`), in units of
-  the sum. When the number of ranks or the vector changes, it is added to its residual, over its weight.
-- `shared()`: a function of received values alone, so it is the same on all ranks. It is copied.
-
-In the simulator a per-worker field is (N, m): the workers are the dimension before the last.
+docs/add-an-algorithm.md says what `per_worker` and `shared` fields are. Of a "weighted_sum" each new worker m
+takes over some of the old workers n: e'_m = (sum of w_n e_n over these n) / w'_m. What is "owned" is what a
+worker owes to all on the entries that it owns (`core.owners`), in units of the sum: it is added to the
+residual, over the weight. In the simulator a per-worker field is (N, m).
 """
 
 from dataclasses import dataclass, field, fields, make_dataclass

@@ -1,11 +1,6 @@
 """What a request costs, counted once for the simulator, for algorithms that keep to a budget, and for plans.
 
-Three byte counts, never mixed:
-
-- `payload_bytes`: the encoded messages one worker contributes, all rounds of a step added. "At equal
-  bytes" means the mean of this.
-- `sent_bytes`, `received_bytes`: what crosses a worker's interface under the collective used.
-- `dense_bytes`: what an uncompressed float32 all_reduce would send from each worker.
+docs/notation.md says what is counted as payload, sent, received and dense bytes.
 """
 
 from functools import lru_cache
@@ -16,16 +11,7 @@ from torch import Tensor
 
 from regtopk.core.codes import full_message_bytes, message_bytes
 from regtopk.core.regions import region_bytes
-from regtopk.core.requests import (
-    Broadcast,
-    DenseSum,
-    FromOwners,
-    Gather,
-    Peek,
-    Request,
-    SparseSum,
-    ToOwners,
-)
+from regtopk.core.requests import Broadcast, DenseSum, FromOwners, Gather, Peek, Request, SparseSum, ToOwners
 from regtopk.core.worker import Worker
 
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to

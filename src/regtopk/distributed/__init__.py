@@ -16,10 +16,6 @@ The way of an update, from the optimizer's step to the next round::
     regtopk/rounds                is a round due, and of which fragment? torchft and the simulator ask it too
     updates/rank_rounds                what has changed since the round began is the update
     steps/step                    and so on as above; the aggregate is subtracted from where the round began
-
-Beside the ways: state/ has the model as flat vectors and what an algorithm remembers for each, saved and
-loaded. steps/handshake compares what ranks were given. steps/base is what every kind of exchange offers its
-users. options.py has what they may choose. checkpoints/ keeps checkpoints of a whole run.
 """
 
 from regtopk.distributed.checkpoints.folder import Checkpoints
@@ -34,16 +30,6 @@ from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.updates.exchange import UpdateExchange
 
 __all__ = [
-    "Checkpoints",
-    "Exchange",
-    "ExchangeBase",
-    "ExchangeOptions",
-    "OneProcess",
-    "ShardedHookState",
-    "SparseHookState",
-    "StepRecord",
-    "UpdateExchange",
-    "attach",
-    "merge_state_dicts",
-    "sparse_hook",
-]
+    "Checkpoints", "Exchange", "ExchangeBase", "ExchangeOptions", "OneProcess", "ShardedHookState",
+    "SparseHookState", "StepRecord", "UpdateExchange", "attach", "merge_state_dicts", "sparse_hook",
+]  # fmt: skip

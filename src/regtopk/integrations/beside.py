@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from regtopk.distributed.checkpoints.choice import choose, found_in, refuse
-from regtopk.distributed.checkpoints.folder import Checkpoints, collectives_of
+from regtopk.distributed.checkpoints.folder import Checkpoints
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.transport.collectives import collectives_of
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's
@@ -57,8 +58,7 @@ def load(folder: Path, **exchanges: ExchangeBase) -> None:
 def newest_checkpoint(folder: str | Path) -> str | None:
     """The newest `checkpoint-STEP` of a folder that all ranks have finished. Call it on every rank.
 
-    A rank that is killed while a checkpoint is written leaves a folder that nobody can go on from. It is
-    passed over. So is one that is damaged, with a warning.
+    What a killed rank has left half-written is passed over. So is what is damaged, with a warning.
 
     Returns:
         Its path, the same on every rank; None if there is none.

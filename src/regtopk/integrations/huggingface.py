@@ -35,16 +35,9 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
     >>> trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
     >>> print(callback.exchange.summary())
 
-    The exchange is made when training begins: the Trainer has wrapped the model in DDP by then, and loaded
-    what it resumes from. Every rank's state is saved in the folder of each checkpoint, under `regtopk`, and
-    loaded from there. On as many ranks as before training continues bit for bit.
-
-    With updates, what is evaluated and what is saved as the model is theta_start, the same on all ranks
-    (`UpdateExchange.agreed`), and the last step of training ends with `finish()`.
-
-    A Trainer has one optimizer. If it only steps others, they must be in its attribute `optimizers`, a list.
-
-    The callback puts itself around the trainer's methods train, evaluate, predict and save_model.
+    The exchange is made when training begins. Every rank's state is saved in the folder of each checkpoint,
+    under `regtopk`. The callback puts itself around the trainer's methods train, evaluate, predict and
+    save_model. docs/trainers.md has more on this, and on Trainers of several optimizers.
 
     Args:
         trainer: a Trainer, or one of its kind.

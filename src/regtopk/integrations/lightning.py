@@ -24,13 +24,8 @@ class LightningCallback(ExchangeInTrainer, Callback):
     >>> trainer.fit(module, loader, ckpt_path="last")
     >>> print(sparse.exchange.summary())
 
-    Lightning's own `DDPStrategy(ddp_comm_hook=...)` needs the hook's state before the model is wrapped, and
-    on a CPU it never registers the hook. This callback makes the exchange when training starts, on any
-    device.
-
-    Lightning writes one file, rank 0's. So all ranks' states are gathered there whenever it saves, and loaded
-    from it on any number of ranks. With updates, the model in that file and the model that is validated are
-    theta_start, the same on all ranks (`UpdateExchange.agreed`), and training ends with `finish()`.
+    The exchange is made when training starts. Lightning writes one file, rank 0's. So all ranks' states are
+    gathered there whenever it saves, and loaded from it on any number of ranks. docs/trainers.md has more.
 
     Args:
         algorithm: what is run; the same on every rank.

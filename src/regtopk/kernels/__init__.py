@@ -2,11 +2,7 @@
 
 `reference` is plain torch, and the oracle that every faster kernel is tested against. `cpu` is compiled by
 numba, and uses numpy for short rows. `cuda` has programs in Triton. The same operation is in the file of the
-same name in each: `selection`, `pieces`, `sums`, `codes`, `random`. Where there is none, plain torch does it:
-that of the reference, of `regtopk.wire` for codes, and of `regtopk.core.random`.
-
-`dispatch` chooses by device, dtype and memory layout, and imports the compiled kernels on first use.
-REGTOPK_KERNELS=reference in the environment forces the reference.
+same name in each. `dispatch` chooses; REGTOPK_KERNELS=reference in the environment forces the reference.
 """
 
 from regtopk.kernels.cuda.replay import capture_nothing_in_this_thread, repeat
@@ -25,38 +21,14 @@ from regtopk.kernels.dispatch import (
     unpacks,
 )
 from regtopk.kernels.reference.pieces import Support, is_finite, parts_of
-from regtopk.kernels.reference.selection import (
-    Damped,
-    Taken,
-    estimate_threshold,
-    take_at_,
-)
+from regtopk.kernels.reference.selection import Damped, Taken, estimate_threshold, take_at_
 from regtopk.kernels.reference.sums import find_non_finite_row, sum_sparse_in_rank_order
 from regtopk.kernels.self_check import self_check
 
 __all__ = [
-    "MAX_ROWS",
-    "Damped",
-    "Support",
-    "Taken",
-    "add_in_rank_order_",
-    "capture_nothing_in_this_thread",
-    "describe",
-    "estimate_threshold",
-    "find_non_finite_row",
-    "is_finite",
-    "join_",
-    "kernel_for",
-    "message_programs",
-    "overwrite_if_",
-    "parts_of",
-    "repeat",
-    "self_check",
-    "spread_",
-    "sum_dense_in_rank_order",
-    "sum_sparse_in_rank_order",
-    "take_above_",
-    "take_at_",
-    "unpack_elias_fano",
+    "MAX_ROWS", "Damped", "Support", "Taken", "add_in_rank_order_", "capture_nothing_in_this_thread",
+    "describe", "estimate_threshold", "find_non_finite_row", "is_finite", "join_", "kernel_for",
+    "message_programs", "overwrite_if_", "parts_of", "repeat", "self_check", "spread_",
+    "sum_dense_in_rank_order", "sum_sparse_in_rank_order", "take_above_", "take_at_", "unpack_elias_fano",
     "unpacks",
-]
+]  # fmt: skip

@@ -5,7 +5,8 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from regtopk.kernels.cuda.replay import repeat
 from regtopk.kernels.reference import selection as reference
 from regtopk.kernels.reference import sums
 from regtopk.kernels.reference.pieces import Support
-from regtopk.kernels.reference.selection import Damped, Taken
+from regtopk.kernels.reference.selection import Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
@@ -29,25 +30,7 @@ _PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device ne
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
 _GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _log = logging.getLogger("regtopk")
-
-
-class Kernel(Protocol):
-    """A module with these functions; `reference.selection` says what they do."""
-
-    def take_largest_(
-        self, residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Accumulate, and take the k entries of largest score."""
-
-    def take_largest_per_chunk_(
-        self, residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The same for every chunk of the vector."""
-
-    def take_above_(
-        self, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
-    ) -> Taken:
-        """Accumulate, and take the entries that reach a threshold."""
+Kernel = ModuleType  # with the operations of `reference.selection`
 
 
 class KernelChoice(NamedTuple):
@@ -75,20 +58,13 @@ def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
 
 def kernel_named(name: str) -> Kernel:
     """The kernel of a `KernelChoice`, imported where it is first asked for."""
-    if name == "cpu":
-        from regtopk.kernels.cpu import selection as cpu
-
-        return cpu
-    if name == "cuda":
-        from regtopk.kernels.cuda import selection as cuda
-
-        return cuda
-    return reference
+    return import_module(f"regtopk.kernels.{name}.selection")
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """Accumulate, and take the entries that reach a threshold: see `reference.selection.take_above_`."""
-    return kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+    taken: Taken = kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+    return taken
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
@@ -104,7 +80,9 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """Write a source over pieces, if a flag on the device says so: see `reference.pieces.overwrite_if_`."""
-    _module(_name_for_pieces(pieces), "pieces").overwrite_if_(flag, pieces, source)
+    is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]  # one launch for all is worth it
+    name = describe("cuda").kernel if is_large and pieces[0].is_cuda else "reference"
+    _module(name, "pieces").overwrite_if_(flag, pieces, source)
 
 
 def unpacks(words: Tensor) -> bool:
@@ -171,12 +149,6 @@ def _name_for(vector: Tensor, grad: Tensor | None = None) -> str:
     if choice.kernel == "reference":
         _notice(choice.reason)
     return choice.kernel
-
-
-def _name_for_pieces(pieces: Sequence[Tensor]) -> str:
-    """The kernel for pieces of any shapes: "cuda" if its one launch for all is worth it."""
-    is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]
-    return describe("cuda").kernel if is_large and pieces[0].is_cuda else "reference"
 
 
 def _wanted() -> str:

@@ -24,12 +24,7 @@ class SelfCheck:
 
 
 def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> SelfCheck:
-    """Compare the kernel of a device with the reference until the time is over, at least once per dtype.
-
-    Args:
-        device: where the tensors lie.
-        seconds: how long, >= 0, without the time to compile a kernel first.
-    """
+    """Compare the kernel of a device with the reference until the time is over, at least once per dtype."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(0)
     kernel = kernel_named(describe(device).kernel)

@@ -31,11 +31,7 @@ from regtopk.core.worker import Worker
 
 
 class SimulatedDriver:
-    """Answers one step's requests.
-
-    Args:
-        worker: the batch of N workers. Its index code is not applied: the bytes are only counted so.
-    """
+    """Answers the requests of one step. The workers' index code is not applied: bytes are only counted so."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

@@ -1,8 +1,6 @@
 """Messages as bytes: what `core.codes` describes is packed, framed and checked here.
 
-docs/wire-format.md is the specification. A new code of values has its rounding and size in `core.codes`, or
-in `core.blocks` if values share scales; its words in `values` (of indices: `indices`), its number in `frame`,
-and its meaning in the specification and in tests/wire/slow_decoder.py.
+docs/wire-format.md is the specification, and CONTRIBUTING.md says what a new code needs.
 """
 
 from regtopk.wire.frame import raise_for_status

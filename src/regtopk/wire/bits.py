@@ -1,7 +1,4 @@
-"""Bits and 32-bit words, on any device and with leading dimensions; nothing is read back to the host.
-
-Bit i of a section is bit i mod 32 of its word i // 32; words are little-endian int32.
-"""
+"""Bits and 32-bit words, on any device and with leading dimensions; nothing is read back to the host."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,4 @@
-"""The frame of a message: how it is made, and how it is checked.
-
-32 bytes, little-endian: magic (4), version (1), index code (1), value code (1), zero (1), J (8), count (8),
-checksum (8). The checksum is the sum of (2 i + 3) · word_i modulo 2^64 over the 32-bit words of the message,
-read as signed, without its own two: any change of one word, and of any two bits, changes it.
-"""
+"""The frame of a message: how it is made, and how it is checked (docs/wire-format.md)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -67,9 +62,7 @@ class Header(NamedTuple):
 def raise_for_status(status: Tensor, ranks: Sequence[int] | None = None) -> None:
     """Raise what is wrong with the first bad message, (..., N), if there is one. Reads the status once.
 
-    Args:
-        status: of messages from N ranks.
-        ranks: what these ranks are called; None: 0 to N - 1.
+    `ranks` is what the N ranks are called; None: 0 to N - 1.
     """
     names = ranks or range(status.shape[-1] if status.dim() else 1)
     for number, bits in enumerate(status.flatten().tolist()):

@@ -1,15 +1,6 @@
-"""Index codes: ascending distinct indices as fields of a fixed width and unary bits.
+"""Index codes: ascending distinct indices as fields of a fixed width and unary bits (docs/wire-format.md).
 
-The unary bits hold one 1 for each index i = 0..k-1, at position p_i. With b the width:
-
-    elias-fano   field = index mod 2^b                p_i = (index >> b) + i
-    bitmap       no field                             p_i = index
-    rice         field = gap mod 2^b                  p_i = (sum of gap >> b, up to i) + i
-    raw32        field = index, b = 32                no unary bits
-
-where gap is the number of entries skipped since the last index. So one decoder serves all of them.
-
-A new code also has a name, a number and a size: see `regtopk.wire`.
+All codes are these two sections, so one decoder serves them.
 """
 
 from functools import lru_cache

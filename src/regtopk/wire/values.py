@@ -1,7 +1,4 @@
-"""Values as words: plain numbers, or a symbol per value and the scales of each block.
-
-A new code also has a name, a number and a size: see `regtopk.wire`.
-"""
+"""Values as words: plain numbers, or a symbol per value and the scales of each block."""
 
 import torch
 from torch import Tensor
@@ -10,12 +7,7 @@ from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
 from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, num_words, scale_words
 from regtopk.wire import bits
 
-_NUMBERS = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_NUMBERS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 def pack_values(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:

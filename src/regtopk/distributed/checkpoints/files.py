@@ -7,9 +7,8 @@
         rank-3.pt                        what only rank 3 has
         rank-3.json                      rank 3's manifest
 
-A file gets a temporary name, reaches the disk, and is then renamed. The manifest comes last. So a part whose
-manifest is there was finished, and a save was complete once all its manifests were there. A file that is
-missing or of another size then is damage. Checksums are compared when a file is read.
+The manifest comes last. So a part whose manifest is there was finished, and a file that is missing or of
+another size then is damage. Checksums are compared when a file is read.
 """
 
 import io

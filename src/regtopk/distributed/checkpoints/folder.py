@@ -1,8 +1,4 @@
-"""Checkpoints of a whole run, for ranks that come and go: what the ranks agree on when they save and load.
-
-No rank waits for another while files are written. A save is complete when the parts of all its ranks are
-there, and those who load find that out.
-"""
+"""Checkpoints of a whole run, for ranks that come and go: what the ranks agree on when they save and load."""
 
 import logging
 import secrets
@@ -20,22 +16,10 @@ from regtopk.distributed.checkpoints.loading import Loading, together
 from regtopk.distributed.checkpoints.manifest import Manifest
 from regtopk.distributed.options import names_typos
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.transport.collectives import (
-    Alone,
-    Collectives,
-    by_rank,
-    group_or_default,
-    is_one_process,
-)
+from regtopk.distributed.transport.collectives import by_rank, collectives_of
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")
-
-
-def collectives_of(group: dist.ProcessGroup | None) -> Collectives:
-    """Of all ranks if it is None; one process needs no process group."""
-    is_alone = group is None and not dist.is_initialized() and is_one_process()
-    return Alone() if is_alone else Collectives(group_or_default(group))
 
 
 class Checkpoints:
@@ -56,17 +40,8 @@ class Checkpoints:
     - anything else with `state_dict()` (a scheduler, a GradScaler), and plain values (numbers, strings,
       tensors, dicts, lists), are each rank's own.
 
-    A run goes on from the newest complete checkpoint. One that is half-written or damaged is skipped for the
-    one before, and the log says so. If all are damaged, or a newer one has another format, `load` raises
-    StateError. A run never removes what it could not use.
-
-    On as many ranks as before each rank gets back what it saved, and training continues bit for bit. On
-    another number of ranks sum_n w_n e_n of the exchange is conserved (see its `load_state_dict`), and rank n
-    gets the values of rank n mod N. A sharded model needs the mesh it was saved on.
-
-    The folder may be on one file system for all ranks, or on every machine's own disk: the ranks find out,
-    and ranks that do not see a part are sent it. If a disk is lost and no complete checkpoint is left, the
-    others go on from their parts. The log and `exchange.total.lost_residual` say how much residual is lost.
+    docs/training.md says what becomes of checkpoints that are damaged, and of those on other numbers of ranks
+    or on disks of several machines. A sharded model needs the mesh it was saved on.
 
     Args:
         folder: the folder of this run alone; it is made if it is not there.

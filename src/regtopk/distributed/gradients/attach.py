@@ -82,12 +82,8 @@ def attach(
     >>> fully_shard(model, mesh=mesh["shard"])
     >>> exchange = regtopk.attach(model, regtopk.TopK(density=0.01), process_group=mesh["replicate"])
 
-    With Adam, and where you clip, use `regtopk.UpdateExchange`. A sparse aggregate arrives in pulses: an
-    entry that is sent rarely carries the gradients of many steps at once. So `clip_grad_norm_` after backward
-    clips nearly every step, and AdamW's second moment is that of the pulses, not of the gradients.
-
-    Nothing is exchanged before backward is over. If the exchange fails then (a lost rank), its state is no
-    longer whole: it refuses to be saved or to go on until a checkpoint is loaded.
+    With Adam, and where you clip, use `regtopk.UpdateExchange`: a sparse aggregate arrives in pulses. If an
+    exchange fails (a lost rank), it refuses to be saved or to go on until a checkpoint is loaded.
 
     Args:
         model: wrapped in DistributedDataParallel, without another communication hook; torch.compile may be

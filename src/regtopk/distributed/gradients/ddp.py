@@ -65,11 +65,7 @@ class SparseHookState(ExchangeBase):
         self._forward_hook.remove()
 
     def detach(self) -> None:
-        """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
-
-        What was not sent yet is dropped: save `state_dict()` before, to go on from it later. Call it on every
-        rank, between two steps.
-        """
+        """Go back to dense: the model trains as plain DDP, bit for bit. What was not sent yet is dropped."""
         self.close()
         self._steps.drop()
         self._is_detached = True

@@ -67,11 +67,9 @@ class ShardedHookState(ExchangeBase):
             unit.module.set_all_reduce_hook(partial(self._on_gradient, unit.name))
 
     def detach(self) -> None:
-        """Go back to dense: from the next backward on, gradients are the plain mean over the replicas.
+        """Go back to dense: gradients are the plain mean over the replicas. What was not sent yet is dropped.
 
-        What was not sent yet is dropped: save `state_dict()` before, to go on from it later. Call it on every
-        rank, between two steps. Then `attach` may be called again, or `UpdateExchange` be made, which ends
-        that mean.
+        Then `attach` may be called again, or `UpdateExchange` be made, which ends that mean.
         """
         self._steps.drop()
         self._flats = {}  # sets their memory free

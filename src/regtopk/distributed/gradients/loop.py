@@ -23,9 +23,7 @@ class Exchange(ExchangeBase):
     >>> exchange.step()                                        # p.grad becomes the aggregate
     >>> optimizer.step()
 
-    The vector exchanged is all trainable parameters in the module's order, as in the paper. A step that fails
-    half-way leaves a state that is no longer whole: the exchange then refuses to be saved or to go on until a
-    checkpoint is loaded.
+    The vector exchanged is all trainable parameters in the module's order, as in the paper.
 
     Args:
         parameters: a module, parameters, or (name, parameter) pairs, in the same order on every rank.

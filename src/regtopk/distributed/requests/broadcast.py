@@ -12,10 +12,7 @@ from regtopk.wire import decode, encode
 
 
 def broadcast(rank: Rank, request: Broadcast) -> Tensor:
-    """The vector of rank `request.source`, (m,).
-
-    All ranks name equally many entries, so messages in every code but "rice" are equally long.
-    """
+    """The vector of rank `request.source`, (m,)."""
     tensor, source, numel = request.tensor, request.source, request.numel
     is_source, passes_on = rank.index == source, rank.index != (source - 1) % rank.num_workers
     with rank.timer.phase("encode_s"):

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import is_lossless, quantise, segment_bytes
-from regtopk.core.regions import dense_regions
+from regtopk.core.codes import is_lossless, quantise
+from regtopk.core.regions import dense_regions, region_bytes
 from regtopk.core.requests import DenseSum
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed.requests.rank import Rank
@@ -20,20 +20,19 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
         return _all_reduced(rank, request)
     x = request.tensor.to(request.weight.dtype)
     regions = dense_regions(x.numel(), rank.weights.tolist())
-    region = regions[rank.index]
+    region, shape = regions[rank.index], (x.numel(), rank.num_workers, rank.idle, x.dtype)
+    sizes, sum_sizes = (region_bytes(*shape, code) for code in (request.code, request.sum_code))
     if rank.is_idle:
         x = x[:0]
     with rank.timer.phase("encode_s"):
         parts = [_encoded(x[start:end], request.code) for start, end in regions]
     with rank.timer.phase("collective_s"):
-        size = _segment_size(region, x.dtype, request.code)
-        sizes = [size if n in rank.active else 0 for n in range(rank.num_workers)]
-        received = rank.collectives.all_to_all(parts, sizes)
+        expected = [sizes[rank.index] if n in rank.active else 0 for n in range(rank.num_workers)]
+        received = rank.collectives.all_to_all(parts, expected)
     with rank.timer.phase("decode_s"):
         sums, status = _sum_region(rank, received, region, request)
     rank.count_all_to_all(parts, received)
     rank.record.num_entries += x.numel()
-    sum_sizes = [_segment_size(region, x.dtype, request.sum_code) for region in regions]
     with rank.timer.phase("encode_s"):
         message = _encoded(sums, request.sum_code)
     with rank.timer.phase("collective_s"):
@@ -76,11 +75,6 @@ def _sum_region(
 def _encoded(values: Tensor, code: str) -> Tensor:
     """A segment's message; none for no values."""
     return encode_segment(values, code) if values.numel() else values.new_empty(0, dtype=torch.uint8)
-
-
-def _segment_size(region: Region, dtype: torch.dtype, code: str) -> int:
-    size = region[1] - region[0]
-    return segment_bytes(size, dtype=dtype, value_code=code) if size else 0
 
 
 def _all_reduced(rank: Rank, request: DenseSum) -> Tensor:

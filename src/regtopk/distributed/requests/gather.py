@@ -62,7 +62,8 @@ def _gather_one(rank: Rank, sparse: SparseGradient) -> SparseGradient:
         messages = rank.collectives.all_gather_padded(message, max(sizes))
     rank.count_gather(message.numel(), sizes)
     with rank.timer.phase("decode_s"):
-        found, status = _decode(rank, messages[rank.active], max(capacities), sparse)
+        codes = rank.index_code, sparse.code, sparse.values.dtype
+        found, status = decode_rows(messages[rank.active], sparse.numel, max(capacities), *codes)
         rank.check_later(status)
         indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
         return SparseGradient(indices, values, sparse.numel, counts, sparse.code)
@@ -85,7 +86,8 @@ def _gather_together(rank: Rank, parts: Sequence[SparseGradient]) -> list[Sparse
         sections = gathered.split([each.numel() for each in messages], dim=-1)
         for numbers, batch, message, section in zip(kinds.values(), batches, messages, sections, strict=True):
             of_each = section.unflatten(-1, message.shape).transpose(0, 1).flatten(0, 1)
-            rows, status = _decode(rank, of_each, batch.indices.shape[-1], batch)
+            codes = rank.index_code, batch.code, batch.values.dtype
+            rows, status = decode_rows(of_each, batch.numel, batch.indices.shape[-1], *codes)
             num_rows = len(batch.indices)
             rank.check_later(status.view(num_rows, -1))
             sizes = [parts[number].indices.shape[:-1].numel() for number in numbers]
@@ -108,10 +110,3 @@ def _as_batch(parts: list[SparseGradient]) -> SparseGradient:
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """All of them as one; one alone is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def _decode(
-    rank: Rank, messages: Tensor, capacity: int, sparse: SparseGradient
-) -> tuple[SparseGradient, Tensor]:
-    code, dtype = sparse.code, sparse.values.dtype
-    return decode_rows(messages, sparse.numel, capacity, rank.index_code, code, dtype)

@@ -14,10 +14,7 @@ from regtopk.distributed.requests.split import split_is_better, split_sum
 
 
 def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> list[Tensor | OfSenders]:
-    """sum_n w_n x_n of each, dense (J,), the same bits on every rank; with what its senders are if asked.
-
-    Messages that are gathered travel together.
-    """
+    """sum_n w_n x_n of each, dense (J,), the same bits on every rank; with what its senders are if asked."""
     collective = rank.options.collective
     are_split = [
         split_is_better(rank, request) if collective == "auto" else collective == "split"

@@ -22,12 +22,7 @@ _SPLIT_HOPS = 4  # sizes and pieces go to the owners, then sizes and sums to all
 
 
 def split_is_better(rank: Rank, request: SparseSum) -> bool:
-    """Whether a split by region is computed to take less time than an all_gather, or to bring fewer bytes.
-
-    all_gather receives N - 1 messages of k entries. The split receives N - 1 messages of about k / N, and
-    then N - 1 regions of the sum on the union of the supports, which is largest, J (1 - (1 - k/J)^N)
-    entries, when the workers choose independently.
-    """
+    """Whether a split by region is computed to take less time than an all_gather, or to bring fewer bytes."""
     sparse = request.sparse
     k = sparse.indices.shape[-1]
     if rank.num_workers < 3 or sparse.count is not None or k == 0:

@@ -138,10 +138,7 @@ class Buckets:
         return Bucket(names, self.algorithm, worker, state)
 
     def regroup(self, rank: Rank) -> None:
-        """Go on among other ranks: every worker keeps its residual, and adds to it what it owed as an owner.
-
-        Its last selection starts anew.
-        """
+        """Go on among other ranks with its residual, and what it owed as an owner; the rest starts anew."""
         before_weights, self.rank = self.rank.weights.tolist(), rank
         old, self.all = self.all, [self.make(bucket.names) for bucket in self.all]
         for before, after in zip(old, self.all, strict=True):

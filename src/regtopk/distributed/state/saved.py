@@ -111,11 +111,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def loaded(buckets: Buckets, saved: Any, *, keeps_buckets: bool) -> Progress:
-    """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one.
-
-    Raises:
-        StateError: it does not fit, or is damaged.
-    """
+    """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one."""
     if isinstance(saved, dict) and "updates" in saved:
         raise StateError(
             "the saved state must be of an exchange of gradients, got one of updates: load it into an "
@@ -133,7 +129,7 @@ def loaded(buckets: Buckets, saved: Any, *, keeps_buckets: bool) -> Progress:
         refuse_missing(saved, needed, rank, len(weights))
         rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
         if not (is_same_cluster and is_same_cut and "owned" in rules.values()):
-            saved = _with_nothing_owed(saved, needed, buckets.parameters.shapes)
+            saved = _with_nothing_owed(saved, needed)
         _check_workers(saved, needed, new, is_same_cut=is_same_cut)
         worker = saved["workers"][str(rank)] if is_same_cluster else _resized(saved, weights, rank, rules)
         for i, bucket in enumerate(new):
@@ -218,23 +214,29 @@ def _resized(
     return {"entries": entries, "groups": shared, "report": first["report"]}
 
 
-def _with_nothing_owed(
-    saved: dict[str, Any], needed: list[int], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Any]:
+def owed_parts(saved: dict[str, Any], rank: int) -> Iterator[tuple[str, Tensor]]:
+    """What a rank owes as an owner, as parts of its residual, by parameter."""
+    worker = saved["workers"][str(rank)]
+    for names, others in zip(saved["groups"], worker["groups"], strict=True):
+        if "owed" in others:
+            residuals = [worker["entries"][name]["residual"] for name in names]
+            sizes = [residual.numel() for residual in residuals]
+            parts = owed_by(rank, others["owed"], saved["weights"], sum(sizes)).split(sizes)
+            for name, part, residual in zip(names, parts, residuals, strict=True):
+                yield name, part.view(residual.shape)
+
+
+def _with_nothing_owed(saved: dict[str, Any], needed: list[int]) -> dict[str, Any]:
     """The same state, but what ranks owe as owners is in their residuals: others will own the entries."""
-    workers, weights = dict(saved["workers"]), saved["weights"]
+    workers = dict(saved["workers"])
     for n in needed:
         worker = workers[str(n)]
         if not any("owed" in others for others in worker["groups"]):
             continue
         entries: Entries = {name: dict(parts) for name, parts in worker["entries"].items()}
-        groups = tuple(dict(others) for others in worker["groups"])
-        for names, others in zip(saved["groups"], groups, strict=True):
-            owed = others.pop("owed", None)
-            sizes = [math.prod(shapes[name]) for name in names]
-            parts = () if owed is None else owed_by(n, owed, weights, sum(sizes)).split(sizes)
-            for name, part in zip(names, parts, strict=False):
-                entries[name]["residual"] = entries[name]["residual"].double() + part.view(shapes[name])
+        for name, part in owed_parts(saved, n):
+            entries[name]["residual"] = entries[name]["residual"].double() + part
+        groups = tuple({f: t for f, t in others.items() if f != "owed"} for others in worker["groups"])
         workers[str(n)] = {**worker, "entries": entries, "groups": groups}
     return {**saved, "workers": workers}
 

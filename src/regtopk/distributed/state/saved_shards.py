@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk.core.owners import owed_by
 from regtopk.distributed.state.buckets import Buckets
-from regtopk.distributed.state.saved import merge_state_dicts
+from regtopk.distributed.state.saved import merge_state_dicts, owed_parts
 from regtopk.distributed.state.shards import like, local
 from regtopk.errors import StateError
 
@@ -88,7 +87,8 @@ def _place(shard: list[int]) -> str:
 def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
     """A rank's state dict as DCP is to save it."""
     ((replica, worker),) = saved["workers"].items()
-    _spread_owed(saved, worker, int(replica))
+    for name, part in owed_parts(saved, int(replica)):  # on other shards others will own the entries
+        worker["entries"][name]["owed"] = part.float()
     _by_parameter(worker, sharding)
     tree: dict[str, Any] = {}
     for slot in _slots(saved, replica, sharding):
@@ -176,22 +176,8 @@ def _rests(load: Load, replicas: list[str], part: int) -> dict[str, dict[str, An
     return {n: tree["replicas"][n]["rest"][str(part)][0] for n in replicas}
 
 
-def _spread_owed(saved: dict[str, Any], worker: dict[str, Any], rank: int) -> None:
-    """What this rank owes as an owner, also as a part of its residual: on other shards others will own it."""
-    for names, others in zip(saved["groups"], worker["groups"], strict=True):
-        if "owed" in others:
-            like_these = [worker["entries"][name]["residual"] for name in names]
-            sizes = [each.numel() for each in like_these]
-            parts = owed_by(rank, others["owed"], saved["weights"], sum(sizes)).float().split(sizes)
-            for name, part, each in zip(names, parts, like_these, strict=True):
-                worker["entries"][name]["owed"] = part.view(each.shape)
-
-
 def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard: list[int]) -> bool:
-    """Make a part of the model into another: what belonged to the old one as a whole starts anew.
-
-    Returns whether it is another one.
-    """
+    """Whether a part of the model becomes another: what belonged to the old one as a whole starts anew."""
     parameters = [[name, list(shape)] for name, shape in buckets.parameters.shapes.items()]
     groups = [list(bucket.names) for bucket in buckets.all]
     if (state["shard"], state["parameters"], state["groups"]) == (shard, parameters, groups):

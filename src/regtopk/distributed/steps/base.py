@@ -48,7 +48,8 @@ class ExchangeBase(Counted):
     """What every kind of exchange offers: counts, a summary, and checkpoints.
 
     `close()` ends an exchange: no step and no checkpoint follows. `detach()` goes back to dense training, and
-    drops what was not sent. Call them on every rank, between two steps. What follows then:
+    drops what was not sent: to go on from it later, save `state_dict()` before. Call them on every rank,
+    between two steps. What follows then:
 
     kind                   after close()                             after detach()
     attach, DDP            backward is refused                       backward averages as plain DDP does

@@ -66,49 +66,45 @@ class Part(NamedTuple):
     rows: Rows | None = None  # what makes several of them one
 
 
-class Driver:
-    """Runs the algorithm on a step's buckets, side by side, and remembers which are computed together."""
+def run(alike: Alike, rank: Rank, everyone: list[Bucket], turn: Turn) -> list[Aggregate]:
+    """Turn the gradients of a step's buckets, which are some of everyone, into the aggregates."""
+    with rank.timer.phase("select_s"):
+        are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
+        groups = [[place] for place in range(len(turn.buckets))]
+        if are_even and len(groups) > 1:
+            groups = alike.groups(everyone, turn.buckets)
+        parts = [_part(alike, places, turn) for places in groups]
+        kept = [_kept(part.state, rank, turn) for part in parts]
+        if turn.is_bad is not None:  # what algorithms make of a NaN is not known
+            kernels.overwrite_if_(turn.is_bad, [part.flat for part in parts], 0.0)
+        conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
+        totals = converse(rank, conversations, [part.sums for part in parts])
+    supports = [part.sums.support_of(total) for part, total in zip(parts, totals, strict=True)]
+    _give_back([part.state for part in parts], kept, turn.is_bad)
+    aggregates: dict[int, Aggregate] = {}
+    for part, support, total in zip(parts, supports, totals, strict=True):
+        if part.rows is not None:
+            part.rows.show(part.state)
+        part.sums.recycle(total, part.flat, *part.state.state_dict().values())
+        rows = [total] if part.rows is None else total.squeeze(1).unbind()
+        aggregates |= {place: (row, support) for place, row in zip(part.places, rows, strict=True)}
+    return [aggregates[place] for place in sorted(aggregates)]
 
-    def __init__(self) -> None:
-        self.alike = Alike()
 
-    def run(self, rank: Rank, everyone: list[Bucket], turn: Turn) -> list[Aggregate]:
-        """Turn the gradients of a step's buckets, which are some of everyone, into the aggregates."""
-        with rank.timer.phase("select_s"):
-            are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
-            groups = [[place] for place in range(len(turn.buckets))]
-            if are_even and len(groups) > 1:
-                groups = self.alike.groups(everyone, turn.buckets)
-            parts = [self._part(places, turn) for places in groups]
-            kept = [_kept(part.state, rank, turn) for part in parts]
-            if turn.is_bad is not None:  # what algorithms make of a NaN is not known
-                kernels.overwrite_if_(turn.is_bad, [part.flat for part in parts], 0.0)
-            conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
-            totals = converse(rank, conversations, [part.sums for part in parts])
-        supports = [part.sums.support_of(total) for part, total in zip(parts, totals, strict=True)]
-        _give_back([part.state for part in parts], kept, turn.is_bad)
-        aggregates: dict[int, Aggregate] = {}
-        for part, support, total in zip(parts, supports, totals, strict=True):
-            if part.rows is not None:
-                part.rows.show(part.state)
-            part.sums.recycle(total, part.flat, *part.state.state_dict().values())
-            rows = [total] if part.rows is None else total.squeeze(1).unbind()
-            aggregates |= {place: (row, support) for place, row in zip(part.places, rows, strict=True)}
-        return [aggregates[place] for place in sorted(aggregates)]
-
-    def _part(self, places: list[int], turn: Turn) -> Part:
-        bucket, flat, rows = turn.buckets[places[0]], turn.flats[places[0]], None
-        algorithm, state, worker, sums = bucket.algorithm, bucket.state, bucket.worker, bucket.sums
-        if len(places) > 1:
-            rows = self.alike.rows_of([turn.buckets[place] for place in places])
-            flat = as_rows([turn.flats[place] for place in places]).unsqueeze(1)
-            state, worker, sums = rows.state(), rows.worker, rows.sums
-        elif turn.is_dense:
-            algorithm = Dense()
-            state = algorithm.init(worker)
-        sums.total = None
-        worker = worker.at(turn.number, turn.report)
-        return Part(places, algorithm, flat, state, worker, sums, rows)
+def _part(alike: Alike, places: list[int], turn: Turn) -> Part:
+    """What the conversation of some buckets, which are alike if there are several, is about."""
+    bucket, flat, rows = turn.buckets[places[0]], turn.flats[places[0]], None
+    algorithm, state, worker, sums = bucket.algorithm, bucket.state, bucket.worker, bucket.sums
+    if len(places) > 1:
+        rows = alike.rows_of([turn.buckets[place] for place in places])
+        flat = as_rows([turn.flats[place] for place in places]).unsqueeze(1)
+        state, worker, sums = rows.state(), rows.worker, rows.sums
+    elif turn.is_dense:
+        algorithm = Dense()
+        state = algorithm.init(worker)
+    sums.total = None
+    worker = worker.at(turn.number, turn.report)
+    return Part(places, algorithm, flat, state, worker, sums, rows)
 
 
 def converse(rank: Rank, conversations: Sequence[Conversation], sums: Sequence[SumBuffer]) -> list[Tensor]:

@@ -29,7 +29,8 @@ from regtopk.distributed.state.buckets import Bucket, Buckets
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.agreement import Agreement, Question, share_report
-from regtopk.distributed.steps.driver import Driver, Turn
+from regtopk.distributed.steps.alike import Alike
+from regtopk.distributed.steps.driver import Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError
@@ -79,7 +80,7 @@ class Step:
         rank, scaler = self.steps.rank, self.steps._options.grad_scaler
         if self.is_finite:
             turn = self.turn._replace(is_bad=self.agreement.is_bad)
-            aggregates = self.steps._driver.run(rank, self.steps.buckets.all, turn)
+            aggregates = run(self.steps._alike, rank, self.steps.buckets.all, turn)
             if scaler is not None:  # not in place: the algorithm may have kept it
                 aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
         else:
@@ -135,7 +136,7 @@ class Steps:
         self.is_closed = False
         self.lock = threading.RLock()  # keeps savers, readers of counts and a thread's steps apart
         self._num_steps = 0
-        self._driver = Driver()
+        self._alike = Alike()
         self._ledger = Ledger()
         self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
         self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
@@ -178,7 +179,7 @@ class Steps:
     def _forget(self) -> None:
         """Ranks, or what they exchange, have changed."""
         self._unheard, self._known = None, set()
-        self._driver = Driver()  # lets go of the memory of buckets that were computed together
+        self._alike = Alike()  # lets go of the memory of buckets that were computed together
 
     # A step.
 

@@ -281,6 +281,12 @@ def group_or_default(given: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     return group
 
 
+def collectives_of(group: dist.ProcessGroup | None) -> Collectives:
+    """Of all ranks if it is None; one process needs no process group."""
+    is_alone = group is None and not dist.is_initialized() and is_one_process()
+    return Alone() if is_alone else Collectives(group_or_default(group))
+
+
 def is_one_process() -> bool:
     """Whether this process trains alone: no launcher started others, and no process group holds others."""
     if dist.is_initialized():

@@ -77,10 +77,7 @@ class ModelBuffers:
             self._start[name].copy_(start)
 
     def joined(self, rank: Rank, device: torch.device, now: Buffers) -> Buffers:
-        """What all ranks make of the buffers that any rank has changed in this round: for `put`.
-
-        Collectives run on `device`, and `now` holds this rank's buffers.
-        """
+        """What all ranks make of the buffers, this rank's `now`, that any has changed in this round."""
         if not self.are_joined:
             return {}
         changes = [_change(now.get(name), self._start.get(name)).to(device) for name in self._shapes]

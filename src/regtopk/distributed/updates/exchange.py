@@ -186,14 +186,9 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     Use this with Adam, which then sees every gradient as it is, not the rare entries of a sparse one.
 
-    With `delay`, a round goes on beside training, and a rank adds what it has learned since then, theta_n :=
-    theta_start - outer(d) + mix (theta_n - theta_n as it was sent). With `fragments`, parts of the model take
-    turns, as in Streaming DiLoCo. With either option the ranks' parameters always differ: call `finish()`
-    where they must not, at the end of training say.
-
-    All ranks start from rank 0's parameters and buffers. If any rank's update is not finite, all return to
-    where the round began, and `num_skipped` counts the round. `state_dict()` holds the model and both
-    optimizers, too. docs/training.md says how this goes with GradScalers, loaded weights and other ranks.
+    With `delay` or `fragments` the ranks' parameters always differ: call `finish()` where they must not, at
+    the end say. All ranks start from rank 0's parameters and buffers. `state_dict()` holds the model
+    and both optimizers, too. docs/training.md has more: on skipped rounds, GradScalers and loaded weights.
 
     Args:
         parameters: a module, which torch.compile may be around; or parameters, or (name, parameter) pairs, in

@@ -55,10 +55,8 @@ class LocalModel:
 
     Beside the model there are two vectors of its size, in at least float32: theta_start, and the update. Of a
     sharded model a rank holds a part, and so of these. The arguments are those of `UpdateExchange`.
-
-    Attributes:
-        fragments: the names of each part's parameters; those without entries are in none.
-        update: the update, or its aggregate, by name.
+    `fragments` are the names of each part's parameters, but for those without entries. `update` has the
+    update, or its aggregate, by name.
     """
 
     def __init__(

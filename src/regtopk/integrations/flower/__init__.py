@@ -1,12 +1,4 @@
-"""A server and the clients that it samples.
-
-::
-
-    app.py        SparseMod and SparseFedAvg: the two in Flower's apps
-    client.py     Client: what it trains on, sends and remembers; which algorithms it can run
-    server.py     Server: the model, and what each client has of it
-    messages.py   what they tell each other; none of these three knows how it travels
-"""
+"""A server and the clients that it samples. `app` alone knows how their messages travel: with Flower."""
 
 from typing import Any
 

@@ -1,12 +1,4 @@
-"""Flower: updates travel as wire frames, and what was not sent stays on the client's disk.
-
-A mod for the ClientApp and a strategy for the ServerApp; both are needed::
-
-    app = ClientApp(mods=[SparseMod(TopK(density=0.01, value_code="4bit"))])
-    strategy = SparseFedAvg(fraction_train=0.25, fraction_evaluate=0.0)
-
-The rest of both apps is as with FedAvg: a client gets all arrays of the model, and returns all of them.
-"""
+"""Flower: a mod for the ClientApp and a strategy for the ServerApp; both are needed (docs/federated.md)."""
 
 import json
 from collections import OrderedDict

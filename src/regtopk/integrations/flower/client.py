@@ -27,9 +27,6 @@ def check_algorithm(algorithm: Algorithm[Any]) -> None:
 
     A client sends one message per round, and hears of the others at the earliest with the next model. So the
     algorithm must ask for one sparse sum, use it as it is, and conserve: sent + residual = residual + update.
-
-    Raises:
-        ArgumentError: it does not, with these options.
     """
     check_is_algorithm(algorithm)
     got = f"got {algorithm.name!r} with its options {algorithm.options()}"
@@ -78,11 +75,7 @@ class Client:
     a := e + (theta - theta_n)        what is left of earlier rounds, and what training changed in this one
     send x, chosen from a by the algorithm;  e := a - x
 
-    What was sent stays known until the server's next instruction. If that says that the reply was accepted,
-    it is forgotten. Otherwise it goes back into the residual, e := e + x: a lost reply is late, not lost.
-    If the client is asked for the same round once more, it goes back to where it was before that round.
-    A memory of another server is not used, and is replaced.
-
+    docs/federated.md says what a client remembers, and what becomes of replies that are lost or sent twice.
     RegTop-k learns from the aggregate of the round before, theta^{r-1} - theta^r. It has one if the client
     took part in that round and its reply was accepted. Otherwise it knows nothing and selects as Top-k does.
 
@@ -129,10 +122,7 @@ class Client:
     def reply(self, instruction: Instruction, model: Model, trained: Model) -> Reply:
         """What to send after training; it is on the disk when this returns.
 
-        Args:
-            instruction: the server's.
-            model: what `model_of` made of it.
-            trained: the same arrays after training.
+        `model` is what `model_of` made of the instruction, and `trained` the same arrays after training.
 
         Raises:
             GradientError: the update is not finite; the memory has not changed.

@@ -26,8 +26,7 @@ class Server:
 
     x_n is what client n sent of theta - theta_n and its residual, w_n its part of their weights.
 
-    A node is an address that clients are asked at. It may change when a client is started anew. A node that
-    replied has the model of that round.
+    A node is an address that clients are asked at, and may change. One that replied has that round's model.
 
     Args:
         skip: a callable of an array's name: True sends it whole, and averages it as FedAvg does. Arrays that

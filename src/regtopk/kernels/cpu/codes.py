@@ -19,16 +19,8 @@ def unpack_elias_fano(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Indices (rows, capacity), arbitrary past the count, and whether they are sound (rows,).
 
-    Args:
-        words: (rows, w) int32.
-        start: (rows,) the word each row's fields start at; the unary bits follow them.
-        count: (rows,) how many indices there are, at most the capacity.
-        width: (rows,) bits of a field.
-        field_words: (rows,) how many words the fields take.
-        unary_words: (rows,) how many words the unary bits take, all of them inside the row.
-        is_bitmap: (rows,).
-        numel: J.
-        capacity: the most indices a row may hold.
+    Of each row of words, (rows, w) int32: the word its fields start at, which the unary bits follow, how many
+    indices there are, the bits of a field, and the words of the fields and of the unary bits, all inside.
     """
     indices = np.empty((count.numel(), capacity), np.int64)
     columns = [column.tolist() for column in (start, count, width, field_words, unary_words, is_bitmap)]

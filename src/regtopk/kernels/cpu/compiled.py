@@ -1,8 +1,4 @@
-"""How the loops of the CPU kernels are compiled by numba, and how they read 16-bit floats.
-
-All functions release the GIL, so plain threads run them side by side: numba's own threading layers
-would reset torch's number of threads, or refuse to be called from two threads at once.
-"""
+"""How the loops of the CPU kernels are compiled by numba, and how they read 16-bit floats."""
 
 from typing import Any
 

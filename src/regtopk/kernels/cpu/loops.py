@@ -143,14 +143,6 @@ def has_prefix(bits: Array, mask: Any, prefix: Any, shift: Any) -> bool:
 
 
 @compiled
-def count_leading_digit(bits: Array, start: int, stop: int, mask: Any, shift: Any, counts: Array) -> None:
-    """Count the keys by what they have above `shift`."""
-    key_type = bits.dtype.type
-    for i in range(start, stop):
-        counts[key_type(bits[i] & mask) >> shift] += 1
-
-
-@compiled
 def count_next_digit(
     bits: Array, start: int, stop: int, mask: Any, prefix: Any, shift: Any, width: Any, counts: Array
 ) -> None:

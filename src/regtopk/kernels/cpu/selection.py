@@ -1,15 +1,6 @@
-"""Fast kernels for CPU tensors: one pass over memory, then k-sized work.
+"""Fast kernels for CPU tensors: one pass over memory, then k-sized work, as docs/kernels.md tells it.
 
-The largest k of J entries are found without sorting or copying J of them:
-
-1. A small sample says which key somewhat more than k entries reach (`guess`).
-2. One pass accumulates, and collects the entries that reach it.
-3. If at least k were collected, the k-th largest of *them* is the threshold, exactly. Otherwise (the
-   guess was wrong, many entries are equal, or k is a large part of J) all keys are counted by their
-   leading 16 bits, then by the bits that follow: more passes, no more memory, exact for any input.
-
-Of equal scores at the threshold the first in the row are taken: the result depends neither on the guess
-nor on the number of threads, which is torch's.
+The result depends neither on the guess nor on the number of threads, which is torch's.
 """
 
 import math
@@ -23,13 +14,7 @@ from regtopk.kernels.cpu import loops
 from regtopk.kernels.cpu.compiled import Array
 from regtopk.kernels.cpu.rows import Row, Stretch, cut, like, outputs, rows_of
 from regtopk.kernels.cpu.threads import over_rows, side_by_side
-from regtopk.kernels.cpu.threshold import (
-    collect_,
-    collected,
-    guess,
-    threshold_by_digits,
-    threshold_of_collected,
-)
+from regtopk.kernels.cpu.threshold import collect_, collected, guess, threshold_by_digits, threshold_of_found
 from regtopk.kernels.reference.selection import Damped, Taken
 
 
@@ -91,7 +76,7 @@ def _take_largest_of_row_(row: Row, stretches: list[Stretch], k: int, indices: A
     is_enough = k <= sum(of_stretch.num for of_stretch in found) <= capacity
     if is_enough:
         found = [collected(row, stretches[n], least, of_stretch) for n, of_stretch in enumerate(found)]
-        threshold, num_above, num_equal = threshold_of_collected(found, k)
+        threshold, num_above, num_equal = threshold_of_found(found, k)
     else:
         threshold, num_above, num_equal = threshold_by_digits(row, stretches, k)
     num_ties = _first(k - num_above.sum(), num_equal)

@@ -69,7 +69,7 @@ def collected(row: Row, stretch: Stretch, guess: Any, found: Found) -> Found:
     return Found(num, positions[:num], keys[:num])
 
 
-def threshold_of_collected(found: list[Found], k: int) -> tuple[Any, Array, Array]:
+def threshold_of_found(found: list[Found], k: int) -> tuple[Any, Array, Array]:
     """The k-th largest key, and how many of each stretch are above it and equal to it."""
     keys = np.concatenate([of_stretch.keys for of_stretch in found])
     keys.partition(keys.size - k)
@@ -101,11 +101,7 @@ def _count_digit(row: Row, stretches: list[Stretch], prefix: int, shift: int, wi
     digit = [row.bits.dtype.type(number) for number in (prefix, shift, width)]
 
     def count(start: int, stop: int, own: Array) -> None:
-        at = row.bits, start, stop, row.mask
-        if shift + width == 8 * row.bits.itemsize - 1:
-            loops.count_leading_digit(*at, digit[1], own)
-        else:
-            loops.count_next_digit(*at, *digit, own)
+        loops.count_next_digit(row.bits, start, stop, row.mask, *digit, own)
 
     side_by_side(count, [(*stretch, own) for stretch, own in zip(stretches, counts, strict=True)])
     return counts

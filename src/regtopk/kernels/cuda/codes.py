@@ -23,12 +23,9 @@ def write_messages(
 ) -> Tensor:
     """Messages, (rows, w) int32, whose frames say so if indices do not ascend, or values are not finite.
 
-    Args:
-        indices: (rows, k) int64, contiguous.
-        values: (rows, k), contiguous, what is sent.
-        value_words: the same, coded, (rows, v) int32, contiguous.
-        sizes: whether the unary bits are a bitmap, bits of a field, words of the fields and unary bits.
-        frame: the format's numbers, with those of this message: "KINDS", "numel".
+    What is sent, (rows, k), and its words, (rows, v) int32, are contiguous. The sizes say whether the unary
+    bits are a bitmap, the bits of a field, and the words of the fields and of the unary bits. The frame has
+    the format's numbers, with those of this message: "KINDS", "numel".
     """
     is_bitmap, width, num_field_words, num_unary_words = sizes
     (num_rows, k), num_value_words = indices.shape, value_words.shape[-1]
@@ -51,10 +48,8 @@ def write_messages(
 def read_frames(words: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     """What frames say, (7, rows) int64, by the numbers in `programs.codes`, and if a float is not finite.
 
-    Args:
-        words: (rows, w) int32, contiguous.
-        frame: the format's numbers, those of the code of the values, "numel", and in "capacity" the most
-            entries that a message may hold.
+    Words, (rows, w) int32, are contiguous. The frame has the format's numbers, those of the values' code,
+    "numel", and in "capacity" the most entries that a message may hold.
     """
     num_rows, row_words = words.shape
     sums, are_bad = torch.zeros(2, num_rows, dtype=torch.int64, device=words.device)
@@ -69,14 +64,9 @@ def read_frames(words: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
 def read_entries(
     words: Tensor, facts: Tensor, are_bad: Tensor, values: Tensor | None, frame: Frame
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Indices and values, (rows, capacity), counts and statuses, (rows,).
+    """Indices and values, (rows, capacity), counts and statuses, (rows,), by what `read_frames` found.
 
-    Args:
-        words: (rows, w) int32, contiguous.
-        facts: from `read_frames`.
-        are_bad: (rows,) int64, not zero where a value is not finite.
-        values: (rows, capacity), decoded; None: they are float32, and read from the words.
-        frame: as for `read_frames`.
+    `are_bad` is not zero where a value is not finite. Values are None if they are float32, and read here.
     """
     (num_rows, row_words), capacity, device = words.shape, frame["capacity"], words.device
     num_parts = max(1, -(-32 * row_words // _BITS))  # more than there are: how many, only the device knows

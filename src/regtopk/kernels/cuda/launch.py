@@ -19,14 +19,9 @@ def launch(
     num_warps: int = 4,
     max_registers: int | None = None,
 ) -> None:
-    """Run a program, (parts, rows) times.
+    """Run a program of `triton.jit`, whose first argument is a tensor, (parts, rows) times.
 
-    Args:
-        program: decorated with `triton.jit`; its first argument is a tensor.
-        grid: (parts, rows), the range of a program's two numbers.
-        arguments: by name; those that the program does not have are ignored.
-        num_warps: threads per program, in groups of 32.
-        max_registers: per thread; with fewer, more threads run at a time.
+    Arguments that the program does not have are ignored. With fewer registers, more threads run at a time.
     """
     key: list[Any] = [id(program), num_warps, max_registers]
     values = []  # as the compiled program takes them: addresses instead of tensors

@@ -11,23 +11,14 @@ _ENTRIES_PER_BYTE = 16  # memory for candidates takes J / 16 bytes at most
 
 
 class SelectionPlan(NamedTuple):
-    """Which key of a sample is the guess, and how many candidates to keep; all zero: keep none.
+    """Which key of a sample is the guess, and how many candidates to keep; all zero: keep none."""
 
-    Attributes:
-        num_keys: keys to look at, each the largest of ``per_key`` samples.
-        per_key: see ``num_keys``.
-        rank: which of them is the guess, from 1 for the largest.
-        capacity: how many candidates of a row are kept.
-        room: how many of a tile are kept at first; a power of two.
-        rank_of_limit: which is the limit, from 1; 0: there is none. A plan with a limit is wide.
-    """
-
-    num_keys: int = 0
-    per_key: int = 0
-    rank: int = 0
-    capacity: int = 0
-    room: int = 0
-    rank_of_limit: int = 0
+    num_keys: int = 0  # to look at
+    per_key: int = 0  # samples, the largest of which is a key
+    rank: int = 0  # which of the keys is the guess, from 1 for the largest
+    capacity: int = 0  # how many candidates of a row are kept
+    room: int = 0  # how many of a tile are kept at first; a power of two
+    rank_of_limit: int = 0  # which is the limit, from 1; 0: there is none. A plan with a limit is wide
 
     @property
     def is_wide(self) -> bool:

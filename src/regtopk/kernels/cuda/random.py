@@ -10,11 +10,7 @@ _WORDS = 256  # of 64 random bits that one program draws for rounding
 
 
 def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: torch.device) -> Tensor:
-    """k distinct entries of 0..J-1, (k,) int64: see `core.random.random_sequence`.
-
-    The bijection is of 0..2^bits - 1 and has so many rounds; its keys are mixed from the state, which is
-    mix(seed, step) as an int64.
-    """
+    """k distinct entries of 0..J-1, (k,) int64: see `core.random.random_sequence`; its mix is the state."""
     drawn = torch.empty(k, dtype=torch.int64, device=device)
     with torch.cuda.device_of(drawn):
         walk[(-(-k // _BLOCK),)](drawn, numel, k, state, bits, num_rounds, BLOCK=_BLOCK)
@@ -22,11 +18,7 @@ def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: tor
 
 
 def round_at_random(vector: Tensor, index: Tensor, state: int) -> Tensor:
-    """A vector (..., J) in bfloat16: see `core.precision.round_at_random`.
-
-    The vector is one piece of memory. The index n of each row, int64, can be expanded to (..., 1). The state
-    is mix(seed, step) as an int64.
-    """
+    """A vector (..., J), one piece of memory, in bfloat16: see `core.precision.round_at_random`."""
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)
     *batch, numel = vector.shape
     workers = index.expand(*batch, 1).contiguous()

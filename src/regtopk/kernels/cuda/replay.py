@@ -1,8 +1,7 @@
 """Launches that are made in every step become one: a CUDA graph that is captured here, and replayed.
 
-Ten launches from Python take longer than the work of most of them. A function that is called with tensors of
-the same shapes for the third time is captured, and replayed from then on. Callers see no difference: they own
-what it returns. The temporaries of a captured function stay allocated.
+Callers see no difference: they own what a function returns. Its temporaries stay allocated. docs/kernels.md
+says when it is captured.
 """
 
 import logging

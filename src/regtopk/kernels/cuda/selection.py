@@ -1,15 +1,9 @@
 """Fast kernels for CUDA tensors: one pass over memory, then k-sized work, and the host never waits.
 
-The programs are written in Triton. The plan is that of `cpu.selection`: a sample says which key somewhat
-more than k entries reach. One pass accumulates, and collects the entries that reach it: the candidates. The
-k-th largest candidate is then found digit by digit. If the candidates do not suffice (the guess was wrong,
-many entries are equal), the digits of all entries are counted instead. The device decides which of the two is
-done, so a step can be captured in a CUDA graph. If k is more than there is room for, the candidates are
-those around the k-th largest alone, and two more passes move out what reaches it (a "wide" plan). Of equal
-scores at the threshold the first in the row are taken.
-
-A temporary takes at most J / 16 bytes per row (in whole tiles of 2,048 entries), or 32 KiB where that is
-more. Up to density 0.001 all temporaries together take about as much. Those of length k are not counted.
+docs/kernels.md tells how. The entries that reach the guess are the candidates. If they do not suffice, the
+digits of all entries are counted instead: the device decides, so a step can be captured in a CUDA graph. If k
+is more than there is room for, the candidates are those around the k-th largest alone, and two more passes
+move out what reaches it (a "wide" plan).
 """
 
 import math
@@ -57,7 +51,9 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
             _guess(rows, plan)
         _accumulate_(rows, plan.room, plan.is_wide)
         _gather(rows, plan.capacity)
-        _find_threshold(rows, _MAX_STRETCHES if plan.capacity > 0 else _MAX_LONG_STRETCHES)
+        num_parts = _num_stretches(rows, _MAX_STRETCHES if plan.capacity > 0 else _MAX_LONG_STRETCHES)
+        for digit in range((rows.key_bits + 1) // 8):  # of the k-th largest key: among the words then
+            rows.launch(selection.count_digit, num_parts, DIGIT=digit, BLOCK=_BLOCK)
         indices, values = rows.outputs(k)
         if plan.is_wide or plan.capacity == 0:
             _move_out_by_tile_(rows)
@@ -157,17 +153,8 @@ def _gather(rows: DeviceRows, capacity: int) -> None:
         rows.launch(selection.gather, num_parts, NUM_TILES=_TILES_TOGETHER)
 
 
-def _find_threshold(rows: DeviceRows, most: int) -> None:
-    """Find the k-th largest key digit by digit; the result is among the words."""
-    for digit in range((rows.key_bits + 1) // 8):
-        rows.launch(selection.count_digit, _num_stretches(rows, most), DIGIT=digit, BLOCK=_BLOCK)
-
-
 def _move_out_(rows: DeviceRows) -> None:
-    """Take what is above the threshold, and the first of what equals it: of the candidates, if they suffice.
-
-    Damped entries get back what they held.
-    """
+    """Take what is above the threshold, and the first of what equals it: of the candidates, if enough."""
     num_parts = _num_stretches(rows, _MAX_STRETCHES)
     taken = rows.empty(2 * num_parts, torch.int64)  # of a row, those above the threshold and those equal
     rows.launch(selection.count_taken, num_parts, taken=taken, BLOCK=_BLOCK)

@@ -9,25 +9,17 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """Entries outside of which a vector is zero; some may be named twice.
+    """Entries outside of which a vector is zero; some may be named twice."""
 
-    Attributes:
-        indices: (N, m) int64; the first counts[n] of row n are ascending, the others count for nothing.
-        counts: (N,) int64.
-    """
-
-    indices: Tensor
-    counts: Tensor
+    indices: Tensor  # (N, m) int64; the first counts[n] of row n are ascending, the others count for nothing
+    counts: Tensor  # (N,) int64
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
     """Write pieces one after another into a vector, (J,), and say whether all of it is finite, ().
 
-    Args:
-        vector: what is written to.
-        pieces: of any dtype and memory layout.
-        start: of the pieces' shapes, in the vector's dtype and contiguous: then start - piece is written,
-            start being rounded to the piece's dtype first.
+    A piece may have any dtype and memory layout. A start has its shape, the vector's dtype, and no gaps: then
+    start - piece is written, start being rounded to the piece's dtype first.
     """
     parts = parts_of(vector, pieces)
     if start is None:
@@ -49,11 +41,6 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     """Write a vector, (J,), that is zero outside of its support into pieces, one after another.
 
     Entries past the counts of the support must be entries of the vector.
-
-    Args:
-        pieces: of any dtype and memory layout.
-        vector: what is written.
-        support: where it is not zero.
     """
     is_plain = pieces[0].dtype == vector.dtype and pieces[0].is_contiguous()
     if len(pieces) > 1 or not is_plain:  # a launch for every piece would cost more than to copy all of it
@@ -66,10 +53,7 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """Write a source over pieces, if a flag on their device says so: the host does not wait for it.
 
-    Args:
-        flag: (), bool.
-        pieces: of any dtypes and memory layouts.
-        source: a tensor for each piece, of its shape and dtype; or 0.0 or NaN for all entries.
+    The source is a tensor for each piece, of its shape and dtype; or 0.0 or NaN for all entries.
     """
     if not isinstance(source, float):
         for piece, other in zip(pieces, source, strict=True):

@@ -12,32 +12,20 @@ from torch import Tensor
 
 
 class Damped(NamedTuple):
-    """Entries whose score is given.
+    """Entries whose score is given."""
 
-    Attributes:
-        indices: (..., m) int64, each entry once, in ascending order.
-        scores: (..., m), >= 0, in the residual's dtype.
-    """
-
-    indices: Tensor
-    scores: Tensor
+    indices: Tensor  # (..., m) int64, each entry once, in ascending order
+    scores: Tensor  # (..., m), >= 0, in the residual's dtype
 
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What a threshold took from each row: its first ``count`` entries; the rest is padding.
+    """What a threshold took from each row: its first ``count`` entries; the rest is padding."""
 
-    Attributes:
-        indices: (..., capacity) int64, ascending; zero past ``count``.
-        values: (..., capacity); zero past ``count``.
-        count: (...,) int64, how many were taken.
-        num_left: (...,) int64, how many more reached the threshold, but exceeded the capacity and stayed.
-    """
-
-    indices: Tensor
-    values: Tensor
-    count: Tensor
-    num_left: Tensor
+    indices: Tensor  # (..., capacity) int64, ascending; zero past the count
+    values: Tensor  # (..., capacity); zero past the count
+    count: Tensor  # (...,) int64, how many were taken
+    num_left: Tensor  # (...,) int64, how many more reached the threshold, and stayed
 
     @property
     def num_found(self) -> Tensor:
@@ -123,13 +111,8 @@ def _largest_per_chunk(score: Tensor, chunk: int, k: int) -> Tensor:
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """Accumulate (if a gradient is given), and take the entries with |a| >= threshold.
 
-    Of more than ``capacity`` such entries in a row the first are taken; the others stay in the residual.
-
-    Args:
-        residual: (..., J), float32 or float64; changed in place: zero where an entry was taken.
-        grad: (..., J), any floating dtype, or None if it was already accumulated.
-        threshold: one number, or one for each row, (...,); compared in the residual's dtype.
-        capacity: room for entries in a row, 1 <= capacity <= J.
+    Of more than ``capacity`` such entries in a row the first are taken; the others stay in the residual. The
+    threshold is one number, or one for each row, (...,), and is compared in the residual's dtype.
     """
     if grad is not None:
         residual.add_(grad)
@@ -149,17 +132,9 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
 def estimate_threshold(
     residual: Tensor, grad: Tensor | None, k: int, *, num_samples: int, start: int = 0
 ) -> Tensor:
-    """The |a| that about k entries of a row reach, from a sample of it: changes nothing, O(samples).
+    """The |a| that about k entries of a row reach, (...,), from a sample of it: every (J / num_samples)-th.
 
-    Args:
-        residual: (..., J).
-        grad: (..., J), or None if it was already accumulated.
-        k: how many entries should reach it, 1 <= k <= J.
-        num_samples: entries looked at, 1 <= num_samples <= J; every (J / num_samples)-th.
-        start: shifts the sample; give the step, so that no entry is left out for good.
-
-    Returns:
-        (...,), in the residual's dtype.
+    The start shifts the sample: give the step, so that no entry is left out for good.
     """
     numel = residual.shape[-1]
     sample = torch.arange(num_samples, device=residual.device)
@@ -172,16 +147,7 @@ def estimate_threshold(
 
 
 def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor) -> Tensor:
-    """Accumulate (if a gradient is given), and take the entries at the given indices.
-
-    Args:
-        residual: (..., J), changed in place: zero at the indices afterwards.
-        grad: (..., J), or None if it was already accumulated.
-        indices: (..., m) int64 with the residual's leading dimensions.
-
-    Returns:
-        The accumulated values there, (..., m).
-    """
+    """Accumulate (if a gradient is given), and take the entries at the given indices, (..., m)."""
     if grad is not None:
         residual.add_(grad)
     values = residual.gather(-1, indices)

@@ -9,16 +9,9 @@ from torch import Tensor
 def sum_sparse_in_rank_order(
     indices: Tensor, values: Tensor, numel: int, out: Tensor | None = None
 ) -> Tensor:
-    """Add N sparse vectors into one dense vector, from zero, in rank order.
+    """Add N sparse vectors, (..., N, m), into one dense vector, (..., J), from zero, in rank order.
 
-    Args:
-        indices: (..., N, m) int64, distinct within a row where the values are not zero.
-        values: (..., N, m), float32 or float64.
-        numel: J.
-        out: (..., J) zeros in the dtype of the values, to write to.
-
-    Returns:
-        (..., J) in the dtype of the values, the same bits on every rank and in the simulator.
+    Indices are distinct within a row where the values are not zero. `out` are zeros to write to.
     """
     total = values.new_zeros(*values.shape[:-2], numel) if out is None else out
     if total.device.type == "cpu":  # scatter_add_ walks a row in order there: one call does it
@@ -32,12 +25,7 @@ def sum_sparse_in_rank_order(
 
 
 def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
-    """sum_n w_n x_n, from zero, in rank order.
-
-    Args:
-        rows: (..., N, m), any floating dtype.
-        weights: (N,), in the dtype of the sum (float32 or float64).
-    """
+    """sum_n w_n x_n of rows (..., N, m), from zero, in rank order and in the dtype of the weights, (N,)."""
     weighted = rows * weights.unsqueeze(-1)
     total = weighted.new_zeros(*rows.shape[:-2], rows.shape[-1])
     for row in weighted.unbind(-2):

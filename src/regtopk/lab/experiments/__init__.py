@@ -1,9 +1,4 @@
-"""Experiments: the paper's figures, comparisons of methods, and training by real processes.
-
-Rooms, from the bottom up: `data` and `networks`; `tasks`, what is learned; `training`, simulated workers that
-learn it; `compare`, methods side by side; `paper`, the figures; `ranks`, real processes. `published` has the
-paper's own points.
-"""
+"""Experiments: the paper's figures, comparisons of methods, and training by real processes."""
 
 from typing import Any
 

@@ -25,22 +25,15 @@ def silent(fraction: float, words: str = "") -> None:
 class Experiment(ABC, Generic[ConfigT]):
     """One figure or table.
 
-    Args:
-        name: on the command line.
-        title: on the page.
-        about: what the page says it shows, for a configuration.
-        config: a frozen dataclass; every field has a default.
-        presets: settings that have a name; the first is the default.
-        summarise: from the records to summary.json. Its "table" is what is printed: one row per measure,
-            with the name of the measure under "measure" and a number under each method.
-        panels: the figure.
+    A summary is summary.json. Its "table" is what is printed: one row per measure, with the name of the
+    measure under "measure" and a number under each method.
     """
 
-    name: str
-    title: str
-    about: str | Callable[[ConfigT], str]
-    config: type[ConfigT]
-    presets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    name: str  # on the command line
+    title: str  # on the page
+    about: str | Callable[[ConfigT], str]  # what the page says it shows, for a configuration
+    config: type[ConfigT]  # a frozen dataclass; every field has a default
+    presets: dict[str, dict[str, Any]] = field(default_factory=dict)  # the first is the default
     summarise: Callable[[ConfigT, Sequence[Record]], Summary]
     panels: Callable[[ConfigT], Sequence[Panel]]
 
@@ -56,13 +49,8 @@ class Experiment(ABC, Generic[ConfigT]):
     ) -> Summary:
         """Run, and write the records as they come, into a folder that is claimed first.
 
-        Args:
-            config: what to run.
-            folder: of the results.
-            command: what a user types to get them.
-            force: replace a run that the folder holds.
-            resume: go on with a run that the folder holds.
-            progress: is told how far the run is.
+        `command` is what a user types to get them. A run that the folder holds is replaced with `force`, and
+        continued with `resume`.
         """
         about = self.about if isinstance(self.about, str) else self.about(config)
         settings, panels = settings_of(config), self.panels(config)
@@ -78,13 +66,9 @@ class Experiment(ABC, Generic[ConfigT]):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeExperiment(Experiment[ConfigT]):
-    """An experiment that runs as a whole: an interrupted one starts again.
+    """An experiment that runs as a whole: an interrupted one starts again."""
 
-    Args:
-        run: from a configuration to records, telling how far it is.
-    """
-
-    run: Callable[[ConfigT, ShowProgress], Iterator[Record]]
+    run: Callable[[ConfigT, ShowProgress], Iterator[Record]]  # tells how far it is
 
     def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
         folder, force, resume = place

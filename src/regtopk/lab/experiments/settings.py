@@ -18,13 +18,7 @@ SMALL = 100_000  # entries of a model below which several threads cost more than
 def parse_settings(
     config_class: type[ConfigT], settings: Sequence[str], base: Mapping[str, Any] | None = None
 ) -> ConfigT:
-    """Build a configuration from `key=value` words, each read as the type of the setting's default.
-
-    Args:
-        config_class: the dataclass.
-        settings: the words.
-        base: settings of a preset, which the words may change.
-    """
+    """A configuration from a preset's settings and `key=value` words, read as the type of the default."""
     defaults: dict[str, Any] = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
     chosen: dict[str, Any] = {}
     for word in settings:

@@ -5,16 +5,10 @@ nothing travels. Collectives run between two processes over loopback. The names 
 of `exchange`.
 """
 
-import json
-import os
-import signal
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.algorithms.topk import TopK
@@ -36,20 +29,13 @@ from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import ClusterError
+from regtopk.lab.launch import Emit, join_group, launch
 from regtopk.lab.plan.costs import Calibration, describe_machine, fit
-from regtopk.lab.plan.exchange import (
-    BUCKET_BYTES,
-    MIDDLE_NUMEL,
-    POWERSGD_RANK,
-    Units,
-    Work,
-    move_work,
-    numel_units,
-)
+from regtopk.lab.plan.exchange import BUCKET_BYTES, MIDDLE_NUMEL, POWERSGD_RANK, Work, move_work, numel_units
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import CODES
 
-NUM_PROCESSES, POINTS = 2, "points.json"
+NUM_PROCESSES = 2  # that collectives run between
 Point = tuple[Work, float]  # some work, and the seconds it took
 Case = Callable[[torch.device], Iterator[Point]]
 
@@ -221,15 +207,12 @@ CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what 
 
 def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case] = CASES) -> Calibration:
     """Measure collectives and the work `of` one process on cpu or cuda, and fit a line to each kind."""
-    points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = os.getpid(), folder, torch.get_num_threads()
-        try:
-            spawn(_time_collectives, arguments, nprocs=NUM_PROCESSES, daemon=True)
-        except ProcessException as error:
-            raise ClusterError(f"calibration failed: {error}") from error
-        for (line, units), seconds in json.loads(Path(folder, POINTS).read_text()):
-            points[line].append((units, seconds))
+    points: dict[str, list[tuple[Any, float]]] = defaultdict(list)  # by line: units, and seconds
+    try:
+        for point in launch(_time_collectives, NUM_PROCESSES, torch.get_num_threads()):
+            points[point["line"]].append((point["units"], point["seconds"]))
+    except ClusterError as error:
+        raise ClusterError(f"calibration failed: {error}") from None
     for number, case in enumerate(of, start=1):
         progress(number / (1 + len(of)))
         for work, seconds in case(torch.device(device)):
@@ -238,17 +221,11 @@ def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case]
     return Calibration(describe_machine(device), {line: fit(times) for line, times in points.items()})
 
 
-def _time_collectives(rank: int, caller: int, folder: str, num_threads: int) -> None:
-    """One process of those that collectives run between; rank 0 writes what they take."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which torch sends when the caller ends
-    if os.getppid() != caller:  # it ended already
-        return
+def _time_collectives(emit: Emit, num_threads: int) -> None:
+    """One process of those that collectives run between; rank 0 emits what they take."""
     torch.set_num_threads(num_threads)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_PROCESSES)
-    points = list(collective_points(NUM_PROCESSES))
-    if rank == 0:
-        Path(folder, POINTS).write_text(json.dumps(points))
-    dist.barrier()
+    join_group("gloo")
+    for work, seconds in list(collective_points(NUM_PROCESSES)):
+        if dist.get_rank() == 0:
+            emit({"line": work.line, "units": work.units, "seconds": seconds})
     dist.destroy_process_group()

@@ -93,10 +93,7 @@ class PlannedExchange(NamedTuple):
 
     @property
     def received_bytes_per_step(self) -> float:
-        """What collectives bring a worker in a step, and send from it.
-
-        These are the same: planned workers are alike, and what one sends another receives.
-        """
+        """What collectives bring a worker in a step, and send from it: planned workers are alike."""
         return self.num_parts * sum(move.sent_bytes for move in self.moves) / self.every
 
 

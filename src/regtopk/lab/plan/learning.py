@@ -27,9 +27,8 @@ def about(optimizer: Optimizer) -> str:
 def relative_steps(method: PlannedMethod, optimizer: Optimizer) -> float | None:
     """How many times dense's steps a method takes to the same loss; infinite if it never gets there.
 
-    Where there is no record of the method itself, one that sends less stands in: fewer entries or fewer bits,
-    more rarely or later. None if there is none. No method is counted as faster than dense: where one is, as
-    DGC with its momentum, the learning rates were not alike.
+    Without a record of the method itself, one that sends less stands in (docs/planning.md). None if there is
+    none. Nothing counts as faster than dense: where DGC with its momentum is, learning rates were not alike.
     """
     if method == DENSE:
         return 1.0

@@ -1,12 +1,7 @@
-"""What `plan` assumes of a link, and of the collectives that run on it.
+"""What `plan` assumes of a link, and of gloo's collectives that run on it; in words: docs/planning.md.
 
-- All links are alike. Each carries its bandwidth in both directions at once. None loses a message, varies,
-  or carries somebody else's traffic.
-- A message takes more bytes on the wire than it has: headers, and an acknowledgement for every two segments.
-- Collectives are gloo's, over TCP. With NCCL, RDMA or faster links inside a machine, dense is faster.
-- Every hop of a collective costs the latency once. A worker receives a message before it adds it up and
-  passes it on, so the processor's time and the link's time are added.
-- `hidden_s` says what of it hides behind a step's own computation.
+A worker receives a message before it adds it up and passes it on. So the processor's time and the link's time
+are added.
 """
 
 from typing import NamedTuple

@@ -15,12 +15,8 @@ from regtopk.lab.runs.run import CARRIED, CONFIG, FILES, METRICS, SUMMARY, Recor
 class RunWriter:
     """Writes one run into a folder, which is claimed before anything is computed.
 
-    Args:
-        folder: made if missing; refused with a `RunExistsError` if it holds a run.
-        header: what config.json will say.
-        force: replace the run that the folder holds.
-        resume: continue the run that the folder holds, if it holds one.
-        shared: settings in which the continued run must agree with the new header.
+    A folder that holds a run is refused with a `RunExistsError`, unless `force` replaces the run or `resume`
+    continues it: then it must agree with the new header in the `shared` settings.
     """
 
     def __init__(

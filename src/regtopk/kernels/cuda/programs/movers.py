@@ -70,10 +70,7 @@ def move_out(
     residual_stride, num_words, IS_ALIGNED: tl.constexpr, HAS_DAMPED: tl.constexpr, KEY_BITS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move a tile's entries above the threshold out, and the first of those equal to it.
-
-    Damped entries get back what they held.
-    """
+    """Move a tile's entries above the threshold out, and the first of those equal to it."""
     row = tl.program_id(1).to(tl.int64)
     lead = lead_of(row, residual_stride, IS_ALIGNED)
     start = tl.program_id(0).to(tl.int64) * TILE

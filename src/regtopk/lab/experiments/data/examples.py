@@ -15,23 +15,17 @@ NUM_FINGERPRINTED = 500  # images
 
 
 class Examples(NamedTuple):
-    """Images (n, height, width, channels) in float32 with labels (n,), or tokens (n, length) with the next.
-
-    `labels` is what splits sort by, on the CPU: the class of an image, the place of a text window.
-    `fingerprint` tells data sets apart, and orders of one: where it differs, so do the batches of a seed.
-    `token_bytes` says how many bytes each class stands for, if that is counted. `validation` is what searches
-    are judged by; None: the test examples.
-    """
+    """Images (n, height, width, channels) in float32 with labels, or tokens (n, length) with the next."""
 
     train: Tensor
     train_targets: Tensor
     test: Tensor
     test_targets: Tensor
-    labels: Tensor
+    labels: Tensor  # what splits sort by, on the CPU: the class of an image, the place of a text window
     num_classes: int
-    fingerprint: str = ""
-    token_bytes: Tensor | None = None
-    validation: Tensor | None = None
+    fingerprint: str = ""  # tells data sets apart, and orders of one: else the batches of a seed are the same
+    token_bytes: Tensor | None = None  # how many bytes each class stands for, if that is counted
+    validation: Tensor | None = None  # what searches are judged by; None: the test examples
     validation_targets: Tensor | None = None
 
     def for_search(self) -> "Examples":
@@ -51,11 +45,7 @@ def of_images(data_set: str, data: str, device: str) -> Examples:
     fingerprint = _fingerprint(*images)  # before arithmetic that a device may round in its own way
     images = standardised(images)
     labels = images.train_labels.cpu()
-    train, test, num_classes = (
-        _channels_last(images.train),
-        _channels_last(images.test),
-        int(labels.max()) + 1,
-    )
+    train, test, num_classes = *map(_channels_last, (images.train, images.test)), int(labels.max()) + 1
     return Examples(train, images.train_labels, test, images.test_labels, labels, num_classes, fingerprint)
 
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +24,8 @@ NUM_AT_ONCE = 10_000  # lines that are encoded in one call
 CUTS = re.compile(r"(?<=[!-~])(?=\n)")
 
 
-class Gpt2Tokens(NamedTuple):
-    """Tokens of the parts of a text, and how many bytes each token of the vocabulary stands for; int64."""
-
-    parts: list[Tensor]
-    token_bytes: Tensor
-
-
-def gpt2_tokens(text_sha256: str, read_parts: Callable[[], Sequence[str]]) -> Gpt2Tokens:
-    """The tokens of a text with this hash, from the data folder if they were made before."""
+def gpt2_tokens(text_sha256: str, read_parts: Callable[[], Sequence[str]]) -> tuple[list[Tensor], Tensor]:
+    """The tokens of a text's parts, from the data folder if they are there; and the bytes of each token."""
     encoding = sha256("".join(FILES[name].sha256 for name in GPT2_FILES).encode()).hexdigest()
     path = data_folder() / f"gpt2-{encoding[:8]}-{text_sha256[:16]}.npz"
     if not path.exists():
@@ -44,7 +37,7 @@ def gpt2_tokens(text_sha256: str, read_parts: Callable[[], Sequence[str]]) -> Gp
         tokens, token_bytes = (
             torch.from_numpy(saved[key].astype(np.int64)) for key in ("tokens", "token_bytes")
         )
-        return Gpt2Tokens(list(tokens.split(saved["lengths"].tolist())), token_bytes)
+        return list(tokens.split(saved["lengths"].tolist())), token_bytes
 
 
 def _encoded(parts: Sequence[str]) -> dict[str, Any]:

@@ -1,12 +1,4 @@
-"""Image data sets from where the user has them: digits, Fashion-MNIST, CIFAR-10.
-
-Nothing is fetched. Understood layouts (docs/data.md describes them):
-
-    digits         scikit-learn's, in its wheel; no path needed
-    fashion-mnist  a folder with the four IDX files, gzipped or not (Debian: dataset-fashion-mnist)
-    cifar10        the folder of the official archive (data_batch_1 ... test_batch), or a packed file (.npz
-                   of image files)
-"""
+"""Image data sets from where the user has them, in the layouts of docs/data.md. Nothing is fetched."""
 
 import gzip
 import pickle

@@ -23,26 +23,18 @@ USUAL = bytes([10, *range(32, 127)])  # the line feed and what ASCII prints: 96 
 
 
 class Text(NamedTuple):
-    """Tokens (n,) int64 of the training and the test part, how many different ones there are, and a hash.
-
-    `validation` is the part that searches are judged by; None: by the test part. `token_bytes` says how many
-    bytes each token of the vocabulary stands for; None where that is not counted.
-    """
+    """Tokens (n,) int64 of the training and the test part, how many different ones there are, and a hash."""
 
     train: Tensor
     test: Tensor
     vocabulary_size: int
     sha256: str  # of the text in UTF-8
-    validation: Tensor | None = None
-    token_bytes: Tensor | None = None
+    validation: Tensor | None = None  # what searches are judged by; None: the test part
+    token_bytes: Tensor | None = None  # of each token of the vocabulary; None where that is not counted
 
 
 def load_text(
-    path: Path | None,
-    *,
-    tokens: str = "characters",
-    sources: Callable[[], str] | None = None,
-    window: int,
+    path: Path | None, *, tokens: str = "characters", sources: Callable[[], str] | None = None, window: int
 ) -> Text:
     """Read a text as tokens, each of its parts at least one example long.
 
@@ -105,16 +97,11 @@ def _cut(content: bytes) -> list[bytes]:
     """18 of 20 parts to train on, one to search by and one to test on; no character is cut."""
     size = len(content) // NUM_PARTS
     starts = [len(content) - 2 * size, len(content) - size]
-    first, second = (
-        next((at for at in range(start, start + 4) if not _is_inside(content[at : at + 1])), start)
+    first, second = (  # a byte of UTF-8 from 0x80 to 0xbf goes on with a character
+        next((at for at in range(start, start + 4) if not b"\x80" <= content[at : at + 1] < b"\xc0"), start)
         for start in starts
     )
     return [content[:first], content[first:second], content[second:]]
-
-
-def _is_inside(byte: bytes) -> bool:
-    """Whether a byte of UTF-8 goes on with a character."""
-    return b"\x80" <= byte < b"\xc0"
 
 
 def windows(tokens: Tensor, length: int) -> Tensor:
@@ -123,12 +110,9 @@ def windows(tokens: Tensor, length: int) -> Tensor:
 
 
 def torch_sources(folder: Path | None = None, least: int = LEAST_OF_TORCH) -> str:
-    """Sources of torch, 24 MB of them: all who train have them, and they depend on torch's version alone.
+    """Sources of torch, 24 MB of them, drawn as docs/data.md says: they depend on torch's version alone.
 
-    Files come in the order of a hash of their names, which is as good as a random draw. Left out are copies,
-    and files with other characters than `USUAL`. Of the chosen files the first ones are the last tenth of the
-    text, so the test has files of all kinds. The rest is in the order of names: neighbours in the text are of
-    one package.
+    Of the chosen files the first ones are the last tenth of the text, so the test has files of all kinds.
     """
     folder = folder or Path(torch.__file__).parent
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.is_file()]

@@ -40,17 +40,12 @@ class FlatWeights:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat vector (..., J), parameter by parameter, in their own shapes."""
-        return {
-            layer.name: _in_own_shape(flat[..., layer.start : layer.start + layer.numel], layer.shape)
-            for layer in self.layout.layers
-        }
+        layers = self.layout.layers
+        return {layer.name: _in_own_shape(flat[..., layer.entries], layer.shape) for layer in layers}
 
 
 def aligned_rows(num: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(num, numel), every row of which starts where fast loads can: at a multiple of 256 bytes.
-
-    Convolutions on weights that do not are 20 times slower on a GPU.
-    """
+    """(num, numel), every row at a multiple of 256 bytes: else convolutions are 20 times slower on a GPU."""
     step = 256 // dtype.itemsize
     return torch.zeros(num, -(-numel // step) * step, dtype=dtype, device=device)[:, :numel]
 

@@ -58,12 +58,7 @@ class GptBlock(nn.Module):
 class GPT(nn.Module):
     """A decoder without dropout whose output layer is the embedding of the tokens.
 
-    Args:
-        num_tokens: size of the vocabulary.
-        context: the most tokens it looks back on, itself included.
-        width: of the stream between blocks; a multiple of num_heads.
-        num_layers: blocks.
-        num_heads: of the attention in each block.
+    `context` is the most tokens it looks back on. The width between blocks is a multiple of num_heads.
     """
 
     def __init__(

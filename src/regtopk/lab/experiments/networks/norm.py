@@ -24,10 +24,7 @@ class BatchNorm(nn.BatchNorm2d):
 
     running_mean: Tensor  # torch's may be None
     running_var: Tensor
-
-    def __init__(self, num_channels: int, eps: float = 1e-5) -> None:
-        super().__init__(num_channels, eps=eps)
-        self.recording = False
+    recording = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, C, H, W) channel by channel."""

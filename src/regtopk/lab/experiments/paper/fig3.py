@@ -77,9 +77,5 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 
 
 FIG3 = Comparison(
-    name="fig3",
-    title="Figure 3: deep networks",
-    presets=PRESETS,
-    extras=published_accuracy,
-    panels=panels,
+    name="fig3", title="Figure 3: deep networks", presets=PRESETS, extras=published_accuracy, panels=panels
 )

@@ -26,10 +26,10 @@ from regtopk.lab.experiments.compare.comparison import exchanged
 from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.experiment import ShowProgress, WholeExperiment
 from regtopk.lab.experiments.ranks.config import TrainConfig
-from regtopk.lab.experiments.ranks.launch import Emit, join_group, launch
 from regtopk.lab.experiments.ranks.results import panels, summarise
 from regtopk.lab.experiments.ranks.tasks import RankTask, load_task, save_examples
 from regtopk.lab.experiments.training.optimizers import Descent, recipe_of
+from regtopk.lab.launch import Emit, join_group, launch
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record
 

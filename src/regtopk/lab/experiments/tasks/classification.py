@@ -63,10 +63,7 @@ class Classification(NetworkTask):
         return F.cross_entropy(self._apply(model, x), y)
 
     def _apply(self, model: Tensor, x: Tensor) -> Tensor:
-        parameters = {
-            layer.name: model[layer.start : layer.start + layer.numel].view(layer.shape)
-            for layer in self.layout.layers
-        }
+        parameters = {layer.name: model[layer.entries].view(layer.shape) for layer in self.layout.layers}
         scores: Tensor = functional_call(self.network, parameters, (x,))
         return scores
 

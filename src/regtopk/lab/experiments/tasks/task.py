@@ -54,13 +54,7 @@ class TaskSettings:
 
 
 class Task(ABC):
-    """What is learned, for some seeds.
-
-    Args:
-        config: sizes, split and device.
-        seeds: R of them.
-        examples: what `load` returned, on the device.
-    """
+    """What is learned, for R seeds, from the examples that `load` returned."""
 
     metric: ClassVar[str]  # what `evaluate` gives, and a run is judged by
     metric_words: ClassVar[str] = ""  # the same for people, with its unit; empty: the metric says enough

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from regtopk.lab.experiments.ranks.launch import Emit, join_group
+from regtopk.lab.launch import Emit, join_group
 
 
 def fail(emit: Emit, how: str) -> None:

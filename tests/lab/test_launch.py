@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from regtopk.errors import ClusterError
-from regtopk.lab.experiments.ranks.launch import launch
-from tests.lab.experiments.ranks import entries
+from regtopk.lab.launch import launch
+from tests.lab import entries
 from tests.processes import ended
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 CALLER = """
-from regtopk.lab.experiments.ranks.launch import launch
-from tests.lab.experiments.ranks import entries
+from regtopk.lab.launch import launch
+from tests.lab import entries
 for record in launch(entries.sleep, 2):
     print(record["pid"], flush=True)
 """
