@@ -17,7 +17,7 @@ JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 LAUNCHED := tests/integrations/test_killed.py
 
 .PHONY: demo docs test test-others test-distributed test-ranks-1 test-ranks-2 $(PARTS:%=test-%)
-.PHONY: test-integrations test-flower lint format clean
+.PHONY: test-integrations test-flower lint format clean release-check
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -60,6 +60,13 @@ test-flower: .venv-flower/.installed
 	.venv-flower/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints-flower.txt)"
 	.venv-flower/bin/pip install -qq --no-compile -e '.[experiments,flower]' pytest -c constraints-flower.txt
 	@touch $@
+
+# The wheel alone, in empty environments: PYTHONS="python3.12 python3.13" TORCHES="2.11.0 newest" make release-check.
+# What this machine lacks is skipped; RELEASE=--strict makes that an error, RELEASE="--tag v0.2.0" also checks the tag.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
+TORCHES ?= $(shell sed -n 's/^torch==//p' constraints.txt) 2.11.0 newest
+release-check:
+	$(PYTHON) -m tools.check_release --pythons $(PYTHONS) --torches $(TORCHES) $(RELEASE)
 
 lint: .venv/.installed
 	.venv/bin/ruff check

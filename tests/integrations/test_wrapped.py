@@ -93,7 +93,11 @@ def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, package, None)  # which no import finds
     with pytest.raises(MissingExtraError) as refused:
         import_module(module)
-    assert str(refused.value) == f"{needs}: pip install 'regtopk[{extra}]'"
+    where = {
+        "torchft": ", on x86_64 Linux with Python 3.10 to 3.13; torchft has no wheels for others",
+        "flower": ", with Python 3.11 or later",
+    }.get(extra, "")
+    assert str(refused.value) == f"{needs}: pip install 'regtopk[{extra}]'{where}"
 
 
 def test_options_are_checked_at_the_call() -> None:

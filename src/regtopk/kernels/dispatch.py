@@ -175,8 +175,8 @@ def _describe_type(device: str) -> KernelChoice:
     try:
         kernel_named(device)
     except ImportError as error:
-        extra = "regtopk[kernels]" if package == "numba" else package
-        return KernelChoice("reference", f"{package} is missing ({error}); try: pip install '{extra}'")
+        advice = "'regtopk[kernels]'" if package == "numba" else "triton, which has wheels for Linux alone"
+        return KernelChoice("reference", f"{package} is missing ({error}); try: pip install {advice}")
     except Exception as error:  # a package that does not fit the others may raise anything
         return KernelChoice("reference", f"{package} cannot be imported ({type(error).__name__}: {error})")
     return KernelChoice(device, f"{device} tensors, {package} {import_module(package).__version__}")
