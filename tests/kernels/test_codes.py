@@ -93,8 +93,9 @@ def test_programs_mark_what_nobody_can_use(bad: str, monkeypatch: pytest.MonkeyP
     expected = encode(sparse)
     use_programs(monkeypatch)
     message = encode(sparse)
-    assert torch.equal(message, expected)
-    assert check_both(message.expand(2, -1), 10_000, 500, monkeypatch).all()
+    if bad in ("end", "nan"):  # two indices out of order may share a bit, so their bytes mean nothing
+        assert torch.equal(message, expected)
+    assert check_both(torch.stack([message, expected]), 10_000, 500, monkeypatch).all()
 
 
 @pytest.mark.parametrize(("numel", "k"), [size for size in SIZES if size[0] != size[1]])
