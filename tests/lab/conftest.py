@@ -15,4 +15,4 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     def fork_processes(*args: Any, **options: Any) -> Any:
         return start_processes(*args, **{**options, "start_method": "forkserver"})
 
-    monkeypatch.setattr("regtopk.lab.experiments.ranks.launch.start_processes", fork_processes)
+    monkeypatch.setattr("regtopk.lab.launch.start_processes", fork_processes)
