@@ -40,8 +40,8 @@ try:
     from torchft.process_group import ManagedProcessGroup
 except ImportError as error:
     raise MissingExtraError(
-        "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]', on x86_64 Linux with Python "
-        "3.10 to 3.13; torchft has no wheels for others"
+        "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]', "
+        "on x86_64 Linux with Python 3.10 to 3.13; torchft has no wheels for others"
     ) from error
 
 _MANAGED = {"process_group": "a group", "handshake_timeout_s": "quorum_timeout"}  # what the Manager has

@@ -32,7 +32,8 @@ try:
     from flwr.supercore import log
 except ImportError as error:
     raise MissingExtraError(
-        "the Flower integration needs flwr 1.41 or later: pip install 'regtopk[flower]', with Python 3.11 or later"
+        "the Flower integration needs flwr 1.41 or later: pip install 'regtopk[flower]', "
+        "with Python 3.11 or later"
     ) from error
 
 NOTE = "regtopk"  # the record beside the arrays
