@@ -1,12 +1,13 @@
 """What a release is checked for before it is built, and what happens where a Python is missing."""
 
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from regtopk import __version__
-from tools.check_release import ROOT, trials, wrong_names
+from tools.check_release import ROOT, is_refused, trials, wrong_names
 
 
 def test_the_citation_names_this_version() -> None:
@@ -38,3 +39,19 @@ def test_a_python_that_is_missing_is_named_and_skipped() -> None:
     options = Namespace(pythons=["python0.1"], torches=["2.13.0"], with_cuda=False)
     reason = "python0.1, torch 2.13.0: not on this machine, or older than 3.10"
     assert list(trials(options, Path("none.whl"), "1.2.3", ["cli"])) == [("skipped", reason)]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "when_strict", "else_"),
+    [
+        ("passed", False, False),
+        ("passed skipped", True, False),
+        ("passed failed", True, True),
+        ("skipped", True, True),  # a check that tried nothing has shown nothing
+        ("", False, False),  # no Python was asked for: built alone
+    ],
+)
+def test_what_refuses_a_release(outcomes: str, when_strict: bool, else_: bool) -> None:
+    counts = Counter(outcomes.split())
+    assert is_refused(counts, strict=True) == when_strict
+    assert is_refused(counts, strict=False) == else_

@@ -40,8 +40,8 @@ try:
     from torchft.process_group import ManagedProcessGroup
 except ImportError as error:
     raise MissingExtraError(
-        "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]', on x86_64 Linux with "
-        "Python 3.10 to 3.13; torchft has no wheels for others"
+        "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]', "
+        "on x86_64 Linux with Python 3.10 to 3.13; torchft has no wheels for others"
     ) from error
 
 _MANAGED = {"process_group": "a group", "handshake_timeout_s": "quorum_timeout"}  # what the Manager has
@@ -218,9 +218,12 @@ class TorchftExchange(UpdatesBase):
     >>> exchange = TorchftExchange(manager, model, optimizer, TopK(density=0.01), every=20)
     >>> ...                                  # train as on one process
 
-    A round begins with a quorum, and counts only when `manager.should_commit()` says so; otherwise the next
-    round sends what this one did not. Nothing else may call these two. What goes wrong in a round is told to
-    `manager.report_error`. docs/elastic.md has more: on new replicas, and on saving.
+    A round begins with a quorum: the replicas that are there take part, and the weights are theirs. It counts
+    only when `manager.should_commit()` says so; otherwise the next round sends what this one did not. Nothing
+    else may call `start_quorum` and `should_commit`. With `delay`, a step waits for the quorum alone.
+
+    A replica that is new, or was left behind, waits for a round, and goes on from another one's state. What
+    goes wrong in a round is told to `manager.report_error`. docs/elastic.md has more on this and on saving.
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.

@@ -1,4 +1,12 @@
-"""Flower: a mod for the ClientApp and a strategy for the ServerApp; both are needed (docs/federated.md)."""
+"""Flower: updates travel as wire frames, and what was not sent stays on the client's disk.
+
+A mod for the ClientApp and a strategy for the ServerApp; both are needed::
+
+    app = ClientApp(mods=[SparseMod(TopK(density=0.01, value_code="4bit"))])
+    strategy = SparseFedAvg(fraction_train=0.25, fraction_evaluate=0.0)
+
+The rest of both apps is as with FedAvg: a client gets all arrays of the model, and returns all of them.
+"""
 
 import json
 from collections import OrderedDict
@@ -24,8 +32,8 @@ try:
     from flwr.supercore import log
 except ImportError as error:
     raise MissingExtraError(
-        "the Flower integration needs flwr 1.41 or later: pip install 'regtopk[flower]', with Python 3.11 or "
-        "later"
+        "the Flower integration needs flwr 1.41 or later: pip install 'regtopk[flower]', "
+        "with Python 3.11 or later"
     ) from error
 
 NOTE = "regtopk"  # the record beside the arrays
