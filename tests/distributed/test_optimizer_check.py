@@ -1,9 +1,12 @@
 """An optimizer that does not go with the algorithm, two momenta or Adam: said once, with a remedy."""
 
+import gc
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import regtopk
 from tests.distributed.ranks import Ranks
@@ -54,6 +57,25 @@ def attach_with_momenta() -> list[Any]:
     assert quiet == [[], [], []]
     given: Any = "adam"
     return [*loud, refusal(lambda: regtopk.attach(ddp(), dgc, optimizer=given))]
+
+
+def lose_a_model_inside_a_step() -> bool:
+    held: list[Any] = [ddp()]
+    gone = weakref.ref(held[0])
+
+    def lose(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(lose)  # others follow it
+    regtopk.attach(held[0], regtopk.TopK(density=0.1)).detach()
+    sgd([nn.Parameter(torch.zeros(1))]).step()
+    hook.remove()
+    return gone() is None
+
+
+def test_a_model_may_go_inside_a_step_of_another_optimizer(two_ranks: Ranks) -> None:
+    assert two_ranks.run(lose_a_model_inside_a_step) == [True, True]
 
 
 def test_two_momenta_are_said_once_on_rank_0(two_ranks: Ranks) -> None:

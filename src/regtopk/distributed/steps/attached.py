@@ -1,8 +1,9 @@
 """What must not meet in one training: two exchanges of one model, two momenta, and Adam with pulses."""
 
 import logging
+from functools import cache
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +14,9 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ArgumentError, ClusterError
 
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
+_watched: "WeakKeyDictionary[nn.Module, Algorithm[Any]]" = (
+    WeakKeyDictionary()
+)  # whose optimizer is not known yet
 _log = logging.getLogger("regtopk")
 _WITHOUT_PULSES = ("dense", "ef21")  # algorithms whose aggregate has every entry in every step
 
@@ -51,14 +55,25 @@ def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Opti
     if optimizer is not None:
         _warn(algorithm, optimizer)
         return
-    watched = WeakSet([model])  # emptied when the model is gone, or an optimizer was found
+    _look_for_optimizers()
+    _watched[model] = algorithm
 
-    def look(optimizer: Optimizer, *_: Any) -> None:
-        if any(_trains(optimizer, each) for each in watched):
-            watched.clear()  # torch does not let a hook remove itself
+
+@cache
+def _look_for_optimizers() -> None:
+    """Look at the steps of all optimizers, from now on.
+
+    The hook stays. One that went with its model went when the garbage collector took that, and if this was
+    inside a step of any optimizer, torch ended the step with an error.
+    """
+    register_optimizer_step_pre_hook(_look)
+
+
+def _look(optimizer: Optimizer, *_: Any) -> None:
+    for model, algorithm in list(_watched.items()):
+        if _trains(optimizer, model):
+            del _watched[model]
             _warn(algorithm, optimizer)
-
-    finalize(model, register_optimizer_step_pre_hook(look).remove)
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
