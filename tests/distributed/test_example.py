@@ -1,51 +1,42 @@
-"""The script to copy: on two machines (here two elastic agents), and resumed on one."""
+"""The script to copy: on two machines (here two launchers), and resumed on one."""
 
-import io
 import os
-import runpy
 import sys
-from contextlib import ExitStack, redirect_stdout
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
+from torch.distributed.run import main as torchrun
 
-from benchmarks.failures import started
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, fork_process
 from tests.processes import free_port
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_ddp.py"
 
 
-def train(folder: str, *words: str) -> None:
-    """A rank: it runs the script, and writes what was printed and the process group's threads that are left.
-
-    One that lets go of a tensor as Python exits aborts its rank, now and then, on a busy machine.
-    """
-    torch.set_num_threads(1)
-    sys.argv = [str(EXAMPLE), *words]
-    with redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    tasks = Path("/proc/self/task")  # of Linux
-    names = [(task / "comm").read_text() for task in tasks.iterdir()] if tasks.exists() else []
-    left = [name for name in names if "gloo" in name]
-    Path(folder, f"printed-{os.environ['RANK']}").write_text(f"{printed.getvalue()}left: {left}")
+# Runs the script, then prints the threads of the process group that are left. One that lets go of a tensor
+# as Python exits aborts its rank, now and then, on a busy machine.
+THREADS = """
+import runpy, sys
+from pathlib import Path
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+print("left:", [name for name in names if "gloo" in name])
+"""
 
 
 def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_path: Path) -> None:
-    folder, port = ["--checkpoints", str(tmp_path / "run")], free_port()
-    with ExitStack() as stack:
-        machines = [
-            stack.enter_context(
-                started(train, str(tmp_path), *folder, "--epochs", "1", num_ranks=1, nodes=(2, 2), port=port)
-            )
-            for _ in range(2)
-        ]
-        for machine in machines:
-            machine.join(timeout=300)
-            assert machine.exitcode == 0
-    printed = [(tmp_path / f"printed-{rank}").read_text() for rank in range(2)]
-    assert "23 steps on 2 workers" in printed[0] and printed[1] == "left: []"
-    assert printed[0].endswith("\nleft: []")
+    threads = tmp_path / "threads.py"
+    threads.write_text(THREADS)
+    scripts = [str(EXAMPLE)]
+    if sys.platform == "linux":
+        scripts.insert(0, str(threads))  # it looks into /proc
+    folder = ["--checkpoints", str(tmp_path / "run")]
+    meet = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()}"
+    printed = run_launchers([*meet.split(), *scripts, *folder, "--epochs", "1"], tmp_path)
+    assert sorted("23 steps on 2 workers" in out for out in printed) == [False, True]
+    assert sys.platform != "linux" or all(out.endswith("left: []\n") for out in printed)
     assert len(list((tmp_path / "run").glob("step-0000000001-*/rank-*.json"))) == 2
     printed_again, _ = new_ranks.run_script(EXAMPLE, *folder, "--epochs", "10")
     told, resumed = printed_again.split("\n", 1)
@@ -53,3 +44,25 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
     assert "consensus: 230 steps on 2 workers" in resumed
     accuracy = float(resumed.split(" %")[0])
     assert accuracy > 94  # 96.1 as this was written
+
+
+def run_launchers(words: list[str], folder: Path) -> list[str]:
+    """What two launchers and their ranks print, side by side."""
+    printed = [folder / f"printed-{number}" for number in range(2)]
+    launchers = [fork_process(launch, words, out)[0] for out in printed]
+    try:
+        for launcher, out in zip(launchers, printed, strict=True):
+            launcher.join(timeout=300)
+            assert launcher.exitcode == 0, out.with_suffix(".err").read_text()
+    finally:
+        for launcher in launchers:
+            launcher.terminate()  # it ends its ranks
+            launcher.join()
+    return [out.read_text() for out in printed]
+
+
+def launch(pipe: Connection, words: list[str], out: Path) -> None:
+    """`torchrun` with these words, in a process that has imported torch; its ranks are processes anew."""
+    for number, path in ((1, out), (2, out.with_suffix(".err"))):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    torchrun(words)
