@@ -108,7 +108,7 @@ def _row(found: re.Match[str]) -> str:
     values["behind"] = value_of(found[2]) if base else math.nan
     cells = []
     for heading, before in zip(headings, found[3].split("|"), strict=True):
-        cell = COLUMNS[heading].format(**values).replace("nan", "–")
+        cell = COLUMNS[heading].format(**values).replace("+nan", "–").replace("nan", "–")
         cells.append(f" **{cell}** |" if "**" in before else f" {cell} |")
     return found[1] + "".join(cells)
 
