@@ -34,6 +34,7 @@ from regtopk.lab.method import Method
 from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records
 
 MOVED = ("payload_bytes", "sent_bytes", "received_bytes")  # of `core.traffic`, in every record
+MOST_AT_ONCE = 1.5e9  # parameters of models trained side by side: with their gradients and states, some 80 GB
 Group = tuple[GridAt, list[int]]  # a row, and the seeds of it that are trained at once
 
 
@@ -69,7 +70,8 @@ class Comparison(Experiment[CompareConfig]):
                     stale.unlink(missing_ok=True)
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
-                for new in self._run(config, problem, folder, _groups(config, rows, done), done, progress):
+                groups = _groups(config, rows, done, numel)
+                for new in self._run(config, problem, folder, groups, done, progress):
                     writer.add(new)
                 summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
@@ -109,14 +111,17 @@ def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, A
     return {"algorithms": ",".join(dict.fromkeys(labels)), "seeds": format_seeds(seeds)}
 
 
-def _groups(config: CompareConfig, rows: Sequence[GridAt], records: Sequence[Record]) -> list[Group]:
+def _groups(
+    config: CompareConfig, rows: Sequence[GridAt], records: Sequence[Record], numel: int
+) -> list[Group]:
     """What is still to be run: rows, each with the seeds that are trained at once."""
     finished = finished_curves(config, records)
+    most = max(1, int(MOST_AT_ONCE / (config.num_workers * numel)))
     groups: list[Group] = []
     for row in rows:
         done = finished.get(key_of(config, row.grid.label, row.density), {})
         seeds = [seed for seed in config.chosen_seeds if seed not in done]
-        at_once = config.kind.num_at_once or len(seeds)
+        at_once = min(config.kind.num_at_once or len(seeds), most)
         groups += [(row, seeds[first : first + at_once]) for first in range(0, len(seeds), at_once or 1)]
     return groups
 

@@ -51,8 +51,10 @@ class DeepTask(NetworkTask):
         return engine.evaluate(models)
 
     def _engine(self, has_own_weights: bool) -> Engine:
+        is_on_gpu = self.config.device == "cuda"
+        is_stacked = self.is_stacked and is_on_gpu
+        has_own_weights |= is_stacked  # one pass for all workers has their weights, be they equal or not
         if has_own_weights not in self._engines:
-            is_on_gpu = self.config.device == "cuda"
             self._engines[has_own_weights] = Engine(
                 self.make_network(self.config, self.examples, seed=0),
                 self.examples,
@@ -63,7 +65,7 @@ class DeepTask(NetworkTask):
                 has_own_weights=has_own_weights,
                 num_branches=NUM_BRANCHES * len(self.seeds),
                 is_compiled=self.is_compiled and is_on_gpu,
-                is_stacked=self.is_stacked and is_on_gpu,
+                is_stacked=is_stacked,
             )
         return self._engines[has_own_weights]
 
