@@ -25,6 +25,7 @@ from regtopk.lab.runs.reading import read_header, read_records
 ROOT = Path(__file__).parents[1]
 LEARNED = ROOT / "src/regtopk/lab/plan/learned.json"
 HOOKS = {"fp16": "float16", "powersgd": "float32"}  # and how values travel
+HOOK_WORKERS = 4  # in their records
 
 
 class Task(NamedTuple):
@@ -36,6 +37,7 @@ class Task(NamedTuple):
     runs: tuple[str, ...]
     hooks: str  # a record of real ranks
     lr: float | None = None  # of all methods; None: each has its own
+    optimizer: str = ""  # of the records that count; "": of all
 
 
 class Key(NamedTuple):
@@ -44,6 +46,7 @@ class Key(NamedTuple):
     method: str  # in words, without what follows
     density: float
     value_code: str
+    workers: int
 
 
 TASKS = {
@@ -66,8 +69,17 @@ TASKS = {
         ),
         hooks="slow-network-gpt.json",
     ),
+    "muon": Task(
+        about="a GPT with Muon, a global batch of 128 windows, to a loss of 1.0; torch's hooks: a smaller "
+        "GPT with AdamW, 4 workers",
+        measure="test_loss",
+        target=1.0,
+        runs=("gpt-muon", "gpt-muon-5000", "gpt-returned-8", "gpt-returned-32", "gpt-returned-64"),
+        hooks="slow-network-gpt.json",
+        optimizer="muon",
+    ),
 }
-DENSE = Key("dense", 1.0, "float32")
+DENSE = Key("dense", 1.0, "float32", 8)
 
 
 def make() -> dict[str, Any]:
@@ -96,15 +108,15 @@ def row(key: Key, relative_steps: float, num_seeds: int) -> dict[str, Any]:
 def curves(folder: Path, task: Task) -> dict[Key, dict[int, list[tuple[float, float]]]]:
     """What was measured after how many steps, by method and seed."""
     found: dict[Key, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    usual_code = read_header(folder)["config"]["value_code"]
+    config = read_header(folder)["config"]
     for record in read_records(folder):
-        if task.lr in (None, record["lr"]):
-            key = key_of(record, usual_code)
+        if task.lr in (None, record["lr"]) and task.optimizer in ("", record.get("optimizer")):
+            key = key_of(record, config["value_code"], config["num_workers"])
             found[key][record["seed"]].append((record["step"], record[task.measure]))
     return found
 
 
-def key_of(record: dict[str, Any], usual_code: str) -> Key:
+def key_of(record: dict[str, Any], usual_code: str, num_workers: int) -> Key:
     """A record's method, with what a search picked where its words have alternatives, `every=8|16`.
 
     Older records do not tell the density and code of methods that name them.
@@ -118,7 +130,7 @@ def key_of(record: dict[str, Any], usual_code: str) -> Key:
     code = words.options.get("value_code") or record.get("value_code") or usual_code
     if words.algorithm == "dense" and "value_code" not in words.options:
         code = "float32"
-    return Key(":".join([words.algorithm, *kept]), density or 1.0, str(code))
+    return Key(":".join([words.algorithm, *kept]), density or 1.0, str(code), num_workers)
 
 
 def crossing(curve: list[tuple[float, float]], target: float) -> float:
@@ -136,7 +148,7 @@ def hook_rows(task: Task) -> Iterator[dict[str, Any]]:
     record = json.loads((ROOT / "benchmarks/results" / task.hooks).read_text())
     for name, code in HOOKS.items():
         dense, hook = (steps_of_ranks(record, method) for method in ("dense", name))
-        yield row(Key(name, 1.0, code), median(hook) / median(dense), len(hook))
+        yield row(Key(name, 1.0, code, HOOK_WORKERS), median(hook) / median(dense), len(hook))
 
 
 def steps_of_ranks(record: dict[str, Any], method: str) -> list[float]:

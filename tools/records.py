@@ -28,11 +28,22 @@ def rows_in(folder: Path) -> dict[str, Row]:
     """The results of a folder, each with the number of workers and what a search of learning rates found."""
     results = json.loads((folder / "summary.json").read_text("utf-8"))["results"]
     num_workers = read_header(folder)["config"].get("num_workers")
-    tuning = {record["method"]: record.get("tuning") for record in read_records(folder)}
+    tuning = _searched(folder) | {record["method"]: record.get("tuning") for record in read_records(folder)}
+    searched = [{"method": method} for method in tuning]  # perhaps not run yet
     return {
         row["method"]: row | {"num_workers": num_workers, "tuning": tuning.get(row["method"])}
-        for row in results
+        for row in [*searched, *results]
     }
+
+
+def _searched(folder: Path) -> dict[str, dict[str, float]]:
+    """What searches that are under way have found by learning rate, by the words of methods."""
+    path = folder / "search.json"
+    found: dict[str, dict[str, float]] = {}
+    for key, run in json.loads(path.read_text("utf-8")).items() if path.exists() else ():
+        method, settings, *_ = json.loads(key)
+        found.setdefault(method, {})[f"{settings['lr']:g}"] = run["final"]
+    return found
 
 
 def row_of(run: str, words: str) -> Row:

@@ -3,7 +3,7 @@
 import logging
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from regtopk.lab.plan import page
 from regtopk.lab.plan.calibrate import calibrate
 from regtopk.lab.plan.costs import Calibration, cache_path
 from regtopk.lab.plan.exchange import Workload
-from regtopk.lab.plan.learning import Optimizer
+from regtopk.lab.plan.learning import OPTIMIZERS, Optimizer
 from regtopk.lab.plan.methods import DENSITIES, UPDATES_DENSITIES, planned_methods
 from regtopk.lab.plan.predict import Situation, make_plan
 from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
@@ -36,7 +36,13 @@ def plan(
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of a worker's link: 100Mbit/s, 1.5G, 12.5MB/s.")],
     step_time: Annotated[str, typer.Option(help="One worker's step without communication: 85ms.")],
     latency: Annotated[str, typer.Option(help="One way, half a ping: 50us, 10ms.")] = "0",
-    exchange: Annotated[str, typer.Option(help="gradients; or updates, as for AdamW.")] = "gradients",
+    exchange: Annotated[
+        str | None, typer.Option(help="gradients or updates.", show_default="updates for adamw and muon")
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help=", ".join(OPTIMIZERS) + ".", show_default="sgd for gradients, adamw for updates"),
+    ] = None,
     every: Annotated[int | None, typer.Option(help="Steps from one exchange of updates to the next.")] = None,
     density: Annotated[str | None, typer.Option(help="Shares sent.", show_default=SHOWN_DENSITIES)] = None,
     algorithms: Annotated[
@@ -53,12 +59,18 @@ def plan(
     check_choice("device", device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
     densities = None if density is None else _densities(density)
     labels = None if algorithms is None else algorithms.split(",")
-    methods = planned_methods(densities, labels, exchange=exchange, every=every)
-    optimizer: Optimizer = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
+    if optimizer is not None:
+        check_choice("optimizer", optimizer, OPTIMIZERS)
+    exchange = exchange or ("gradients" if optimizer in (None, "sgd") else "updates")
+    methods = planned_methods(
+        densities, labels, exchange=exchange, every=every, optimizer=optimizer or "", num_workers=workers
+    )
+    usual = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
+    trained_by = cast(Optimizer, optimizer or usual)
     latency_s = parse_time("latency", latency, may_be_zero=True)
     link = Link(parse_bandwidth(bandwidth), latency_s, parse_time("step time", step_time))
     workload = Workload.of_size(parse_count("params", params))
-    situation = Situation(workload, workers, link, optimizer)
+    situation = Situation(workload, workers, link, trained_by)
     path = calibration or cache_path(device)
     try:
         is_kept = not recalibrate and (calibration is not None or path.exists())
@@ -73,6 +85,7 @@ def plan(
         "latency_s": link.latency_s,
         "step_time_s": link.compute_s,
         "exchange": exchange,
+        "optimizer": trained_by,
         "every": every,
         "calibration": costs.machine,
     }

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from regtopk import recipes
 from regtopk.cli import app
 from regtopk.lab.plan.costs import cache_path
 from tests.lab.plan.made_up import calibration
@@ -80,6 +81,23 @@ def test_what_comes_back_in_part_is_as_long_for_any_number_of_workers() -> None:
         received |= {(r["name"], workers): r["received_bytes_per_step"] for r in of_four}
     assert received["topk:returned=0.01", 512] < 1.3 * received["topk:returned=0.01", 8]
     assert received["topk:impute=0.35", 512] > 30 * received["topk:impute=0.35", 8]
+
+
+@pytest.mark.parametrize("workers", [8, 64])
+def test_with_muon_the_recipes_are_planned_by_their_records(workers: int) -> None:
+    found = plan(*SMALL, "--params", "124M", "--workers", f"{workers}", "--optimizer", "muon")
+    assert found["inputs"]["optimizer"] == "muon" and found["inputs"]["exchange"] == "updates"
+    rows = {r["density"]: r for r in found["methods"] if r["exchange"] == "updates"}
+    advised = recipes.for_workers(workers)
+    assert [*rows] == [recipe.algorithm.density for recipe in advised]
+    for recipe, row in zip(advised, rows.values(), strict=True):
+        assert (row["every"], row["fragments"]) == (recipe.every, recipe.fragments)
+        assert row["received_bytes_per_step"] == pytest.approx(
+            recipe.received_bytes(124_000_000, workers),
+            rel=0.03,  # agreements and sizes beside messages
+        )
+    first, second = rows.values()
+    assert first["relative_steps"] > 1 and second["is_recorded"] is (workers == 8)
 
 
 def test_updates_in_words() -> None:

@@ -61,8 +61,17 @@ def test_rarer_or_later_rounds_are_no_stand_in() -> None:
     assert "AdamW" in about("adamw") and "SGD" in about("sgd")
 
 
+def test_the_record_of_as_many_workers_or_more_counts() -> None:
+    returned = PlannedMethod("topk:returned=0.03", 0.03, "2bit", Rounds("updates", 4, fragments=4))
+    steps = [relative_steps(returned, "muon", n) for n in (2, 32, 33, 64, 100)]
+    for at, workers in enumerate((32, 32, 64, 64, 64)):
+        assert steps[at] == recorded(
+            "muon", method="topk:exchange=updates:every=4:fragments=4:returned=0.03", workers=workers
+        )
+
+
 def test_a_record_of_alternatives_is_of_the_method_that_was_picked() -> None:
     label = "topk:density=0.01:exchange=updates:every=2|4:value_code=4bit:lr=0.1|0.2"
     record = {"method": label, "density": 0.01, "search": {"picked": {"lr": 0.2, "every": 4}}}
-    key = steps_to_target.key_of(record, "float32")
-    assert key == steps_to_target.Key("topk:exchange=updates:every=4", 0.01, "4bit")
+    key = steps_to_target.key_of(record, "float32", 8)
+    assert key == steps_to_target.Key("topk:exchange=updates:every=4", 0.01, "4bit", 8)

@@ -16,7 +16,7 @@ from regtopk.core.owners import num_owned, num_returned
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
-from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
+from regtopk.lab.plan.methods import COSTS_OF, FP16, POWERSGD, TORCH, PlannedMethod
 
 Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
@@ -175,7 +175,8 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
 
 def _code(method: PlannedMethod) -> str:
     """What the costs of its values are called; with imputation it is also found out who sent each entry."""
-    return f"{method.value_code} senders" if method.imputes else method.value_code
+    code = COSTS_OF.get(method.value_code, method.value_code)
+    return f"{code} senders" if method.imputes else code
 
 
 def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
@@ -183,7 +184,7 @@ def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
     parts, sums = (region_bytes(length, N, (), torch.float32, each) for each in (code, "float32"))
     units = {"calls": 1, "messages": N, "entries": (3 + 1 / N) * length}
     moves = [all_to_all(max(parts), N), all_gather(max(sums), N)]
-    return PlannedExchange("split", sum(parts), moves, [Work(f"dense {code}", units)])
+    return PlannedExchange("split", sum(parts), moves, [Work(f"dense {COSTS_OF.get(code, code)}", units)])
 
 
 def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExchange:
@@ -209,10 +210,11 @@ def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: in
     counts = ceil(k / N), num_returned(returned, numel, N)
     codes = {"dtype": torch.float32, "value_code": code, "index_code": INDEX_CODE}
     piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
-    coding = Work(f"sparse {code}", {"calls": 1, "entries": 2 * k, "numel": owned})
+    costs = _code(method)
+    coding = Work(f"sparse {costs}", {"calls": 1, "entries": 2 * k, "numel": owned})
     moves = [all_to_all(2 * SIZE_BYTES, N), all_to_all(piece, N)]
-    selection = Work(f"select {code}", {"calls": 1, "entries": counts[1], **numel_units(owned)})
-    summing = Work(f"sparse {code}", {"calls": 1, "entries": (1 + N) * counts[1], "numel": numel})
+    selection = Work(f"select {costs}", {"calls": 1, "entries": counts[1], **numel_units(owned)})
+    summing = Work(f"sparse {costs}", {"calls": 1, "entries": (1 + N) * counts[1], "numel": numel})
     return [
         PlannedExchange("owners", N * piece, moves, [coding]),
         PlannedExchange("owners", message, [all_gather(message, N)], [selection, summing]),

@@ -7,7 +7,7 @@ import json
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from regtopk.core.codes import VALUE_BITS
 from regtopk.lab.method import Method
@@ -15,7 +15,8 @@ from regtopk.lab.plan.methods import DENSE, TORCH, PlannedMethod
 
 LEARNED = Path(__file__).with_name("learned.json")
 NEAR = 0.9  # with at least so many of its entries a method is taken to learn as a recorded one
-Optimizer = Literal["sgd", "adamw"]
+Optimizer = Literal["sgd", "adamw", "muon"]
+OPTIMIZERS = get_args(Optimizer)
 
 
 def about(optimizer: Optimizer) -> str:
@@ -24,15 +25,16 @@ def about(optimizer: Optimizer) -> str:
 
 
 @lru_cache(maxsize=16384)
-def relative_steps(method: PlannedMethod, optimizer: Optimizer) -> float | None:
+def relative_steps(method: PlannedMethod, optimizer: Optimizer, num_workers: int = 8) -> float | None:
     """How many times dense's steps a method takes to the same loss; infinite if it never gets there.
 
     Without a record of the method itself, one that sends less stands in (docs/planning.md). None if there is
-    none. Nothing counts as faster than dense: where DGC with its momentum is, learning rates were not alike.
+    none. Of records with different numbers of workers, that of the next larger counts, or the largest.
+    Nothing counts as faster than dense: where DGC with its momentum is, learning rates were not alike.
     """
     if method == DENSE:
         return 1.0
-    enough: list[float] = []
+    enough: dict[int, float] = {}  # by the number of workers
     has_failed = False
     for row in _read(optimizer)["methods"]:
         words, steps = Method.read(row["method"]), row["relative_steps"]
@@ -40,10 +42,10 @@ def relative_steps(method: PlannedMethod, optimizer: Optimizer) -> float | None:
         if not _is_same(recorded, method):
             continue
         if steps is not None and _sends_no_more(recorded, method):
-            enough.append(steps)
+            enough[row["workers"]] = min(steps, enough.get(row["workers"], inf))
         has_failed |= steps is None and _sends_no_more(method, recorded)
     if enough:
-        return max(1.0, min(enough))
+        return max(1.0, enough[min((n for n in enough if n >= num_workers), default=max(enough))])
     return inf if has_failed else None
 
 
@@ -68,6 +70,6 @@ def _sends_no_more(one: PlannedMethod, other: PlannedMethod) -> bool:
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def _read(optimizer: Optimizer) -> dict[str, Any]:
     return dict(json.loads(LEARNED.read_text(encoding="utf-8"))[optimizer])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from regtopk import recipes
 from regtopk.core.algorithm import check_density
 from regtopk.core.codes import is_lossless
 from regtopk.core.options import check_choice, check_integer
@@ -10,7 +11,8 @@ from regtopk.errors import ArgumentError
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, GRADIENTS, Rounds
 
-CODES = ("float32", "4bit")  # of values
+CODES = ("float32", "4bit")  # of values, tried unless told; their costs are measured
+COSTS_OF = {"2bit": "4bit"}  # a code whose costs are taken to be another's: the same kernels pack fewer bits
 DENSITIES = (0.001, 0.01, 0.1)
 CHOSEN = ("topk", "regtopk", "consensus", "dgc")  # what one would try first
 PLANNED = (*CHOSEN, "dense")  # whose work a calibration can tell
@@ -85,16 +87,29 @@ def planned_methods(
     *,
     exchange: str = "gradients",
     every: int | None = None,
+    optimizer: str = "",
+    num_workers: int = 2,
 ) -> list[PlannedMethod]:
     """DDP, torch's hooks, and methods in words, with every density and code that those leave open."""
     check_choice("exchange", exchange, EXCHANGES)
     if exchange == "updates":
+        if labels is None and optimizer == "muon":
+            labels = [words_of(recipe, every) for recipe in recipes.for_workers(num_workers)]
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
         raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
     parsed = [Method.parse(label) for label in labels or CHOSEN]
     ours = [method for words in parsed for method in _ways(words, densities or DENSITIES)]
     return list(dict.fromkeys([*TORCH, *ours]))
+
+
+def words_of(recipe: recipes.ExchangeRecipe, every: int | None = None) -> str:
+    """A recipe in words, in rounds of its own length or of another."""
+    algorithm, num_steps = recipe.algorithm, every or recipe.every
+    told = {"density": algorithm.density, "value_code": algorithm.value_code}
+    told |= {"returned": algorithm.returned} if algorithm.returned else {"impute": algorithm.impute}
+    told |= {"exchange": "updates", "every": num_steps, "fragments": min(num_steps, MOST_FRAGMENTS)}
+    return ":".join([algorithm.name, *(f"{name}={value}" for name, value in told.items())])
 
 
 def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
@@ -125,7 +140,7 @@ def _ways(words: Method, densities: Sequence[float]) -> list[PlannedMethod]:
     codes: Sequence[str] = CODES
     if "value_code" in words.options:
         codes = [str(words.options["value_code"])]
-        check_choice("value_code of a planned method", codes[0], CODES)
+        check_choice("value_code of a planned method", codes[0], (*CODES, *COSTS_OF))
     if words.algorithm == "dense":
         densities = [1.0]
         if not words.rounds.has_updates:

@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
 def predict(method: PlannedMethod, situation: Situation, costs: Calibration) -> Prediction:
     """How long a step takes with a method, and how many it needs."""
     exchange = exchange_of(method, situation.workload, situation.num_workers)
-    steps = relative_steps(method, situation.optimizer)
+    steps = relative_steps(method, situation.optimizer, situation.num_workers)
     return Prediction(method, exchange, step_time_s(exchange, situation.link, costs), steps)
 
 
