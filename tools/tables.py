@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import peers
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.lab.method import Method
 from regtopk.lab.plan.exchange import Workload, exchange_of
@@ -76,8 +77,17 @@ def received_bytes(label: str, num_workers: int) -> float:
     return exchange_of(method, Workload.of_size(NUMEL), num_workers).received_bytes_per_step
 
 
+def peers_table() -> str:
+    """What the rows of the comparison on a real text search, and what their authors use."""
+    lines = [line_of(["row", "words", "its authors' settings"]), "|---|---|---|"]
+    for name, row in peers.ROWS.items():
+        lines.append(line_of([name, f"`{row.words}`", row.authors]))
+    return "\n".join(lines) + "\n"
+
+
 OTHERS: dict[str, Callable[[], str]] = {
     "imputation": imputation_table,
+    "peers": peers_table,
     "bytes": lambda: bytes_table((2, 8, 32, 64, 512), list(COUNTED)),
     "bytes-of-two": lambda: bytes_table((2, 8, 64), list(COUNTED)[::2]),
 }

@@ -1,0 +1,123 @@
+"""The table of methods on a real text, one command per table: ours and its peers, searched alike.
+
+    regtopk fetch enwik8
+    python -m benchmarks.peers enwik8-8 --device cuda --out out/enwik8-8
+
+runs `regtopk compare gpt` with the rows of a table (docs/comparisons.md), and prints that command first. What
+stands behind the table's name is handed on. Started again, it goes on where it was stopped. `--rows A,B` runs
+some rows alone, and `--dry-run` none.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from typing import NamedTuple
+
+SEARCH_RUNS = 12  # of every row
+LR = "0.001,0.002,0.004,0.008,0.016"  # of rows that name none
+UPDATES = "exchange=updates"
+LOCO = f"dense:{UPDATES}:every=8|16|32:outer=nesterov"
+OURS = f"topk:value_code=2bit:{UPDATES}:optimizer=muon:every=2|4|8:fragments=every"
+RANKS = "optimizer=adamw|muon:weight_decay=0|0.1"
+LMO = "ef21:value_code=4bit:eta=0.05|0.1|0.3:optimizer=lmo:weight_decay=0|0.1"
+DEMO_LR = "lr=0.00025|0.0005|0.001|0.002|0.004"
+
+
+class Row(NamedTuple):
+    """A method with what is searched, and what its authors use."""
+
+    words: str
+    authors: str = "–"
+
+
+ROWS = {
+    "dense AdamW": Row("dense:weight_decay=0|0.1"),
+    "dense Muon": Row("dense:optimizer=muon:weight_decay=0.01|0.1"),
+    "ours": Row(f"{OURS}:impute=0.1|0.15|0.35"),
+    "ours, returned": Row(f"{OURS}:returned=0.02|0.03|0.045"),
+    "plain averaging": Row(f"dense:{UPDATES}:every=8|16|32:optimizer=adamw|muon"),
+    "DiLoCo": Row(f"{LOCO}:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9", "0.7, 0.9; every 30 to 500"),
+    "MuLoCo": Row(
+        f"{LOCO}:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8",
+        "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30",
+    ),
+    "DiLoCo, 4 bits both ways": Row(
+        f"{LOCO}:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9:value_code=4bit:sum_code=4bit"
+    ),
+    "MuLoCo, 4 bits both ways": Row(
+        f"{LOCO}:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8:value_code=4bit:sum_code=4bit",
+        "4 bits, residual times 0.9",
+    ),
+    "SparseLoCo": Row(
+        f"sparseloco:value_code=2bit:{UPDATES}:every=2|4|8|16:decay=0.9|0.95|1",
+        "every=15, decay=0.95, 2 bits",
+    ),
+    "SparseLoCo as published": Row(
+        f"sparseloco:density=0.03125:{UPDATES}:every=8|16|32:decay=0.9|0.95|1", "128 or 64 of 4,096"
+    ),
+    "DeMo": Row(
+        f"demo:value_code=4bit:decay=0.99|0.995|0.999:optimizer=sgdw:weight_decay=0|0.1:{DEMO_LR}",
+        "0.999, no weight decay",
+    ),
+    "DeMo as published": Row(
+        f"demo:density=0.0078125:decay=0.99|0.995|0.999:optimizer=sgdw:weight_decay=0:{DEMO_LR}",
+        "32 of 4,096, lr=0.0004",
+    ),
+    "EF21-Muon": Row(LMO, "equations without weight decay"),
+    "EF21-Muon, both ways": Row(f"{LMO}:returned=0.0025|0.005|0.01", "another way back"),
+    **{f"PowerSGD, rank {r}": Row(f"powersgd:rank={r}:value_code=bfloat16:{RANKS}") for r in (1, 2, 4)},
+}  # fmt: skip
+BODIES = ("dense AdamW", "dense Muon", "DiLoCo", "MuLoCo")
+
+
+class Table(NamedTuple):
+    """Rows that are run alike, on enwik8."""
+
+    rows: tuple[str, ...]
+    received_bytes: int  # per worker and step, of the rows whose density is open: 1/100 of a ring of bfloat16
+    options: str = ""
+
+
+def _rows_for(ours: str) -> tuple[str, ...]:
+    return tuple(name for name in ROWS if name == ours or not name.startswith("ours"))
+
+
+GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --set batch_size=8 --steps 384"
+TABLES = {
+    "enwik8-8": Table(_rows_for("ours"), 168_000),
+    "enwik8-8-sorted": Table(_rows_for("ours"), 168_000, "--split sorted"),
+    "enwik8-32": Table(_rows_for("ours, returned"), 186_000, "--workers 32 --set batch_size=4"),
+    "gpt2-12x768": Table((*BODIES, "ours"), 4_330_000, GPT2),
+    "muloco-16": Table((*BODIES, "ours"), 180_000, "--workers 16 --set batch_size=8 --steps 1530"),
+}
+
+
+def command_of(table: Table, names: tuple[str, ...], more: list[str]) -> list[str]:
+    """The comparison that runs some rows of a table."""
+    rows = ",".join(ROWS[name].words for name in names)
+    if "--steps 1530" in table.options:  # rounds of 30 steps, as in MuLoCo's own table
+        rows = rows.replace("every=8|16|32", "every=30").replace("every=2|4|8:", "every=2|3|6:")
+    fixed = f"--data enwik8 --tokens bytes --seeds 1-3 --lr {LR} --search-runs {SEARCH_RUNS} --resume"
+    fixed += f" --received-bytes-per-step {table.received_bytes} --set precision=bfloat16 {table.options}"
+    return ["compare", "gpt", *fixed.split(), "--algorithms", rows, *more]
+
+
+def main() -> int:
+    """Run a table, or some of its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--rows", help="some of them, with commas between")
+    parser.add_argument("--dry-run", action="store_true", help="print the command alone")
+    given, more = parser.parse_known_args()
+    table = TABLES[given.table]
+    names = tuple(given.rows.split(",")) if given.rows else table.rows
+    if unknown := set(names) - set(table.rows):
+        parser.error(f"rows must be of {', '.join(table.rows)}, got {', '.join(sorted(unknown))}")
+    command = command_of(table, names, more)
+    print(shlex.join(["regtopk", *command]), flush=True)
+    return 0 if given.dry_run else subprocess.run([sys.executable, "-m", "regtopk", *command]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
