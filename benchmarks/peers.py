@@ -35,17 +35,17 @@ ROWS = {
     "dense AdamW": Row("dense:weight_decay=0|0.1"),
     "dense Muon": Row("dense:optimizer=muon:weight_decay=0.01|0.1"),
     "ours": Row(f"{OURS}:impute=0.1|0.15|0.35"),
-    "ours, returned": Row(f"{OURS}:returned=0.02|0.03|0.045"),
+    "ours with returned": Row(f"{OURS}:returned=0.02|0.03|0.045"),
     "plain averaging": Row(f"dense:{UPDATES}:every=8|16|32:optimizer=adamw|muon"),
     "DiLoCo": Row(f"{LOCO}:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9", "0.7, 0.9; every 30 to 500"),
     "MuLoCo": Row(
         f"{LOCO}:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8",
         "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30",
     ),
-    "DiLoCo, 4 bits both ways": Row(
+    "DiLoCo in 4 bits": Row(
         f"{LOCO}:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9:value_code=4bit:sum_code=4bit"
     ),
-    "MuLoCo, 4 bits both ways": Row(
+    "MuLoCo in 4 bits": Row(
         f"{LOCO}:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8:value_code=4bit:sum_code=4bit",
         "4 bits, residual times 0.9",
     ),
@@ -65,8 +65,8 @@ ROWS = {
         "32 of 4,096, lr=0.0004",
     ),
     "EF21-Muon": Row(LMO, "equations without weight decay"),
-    "EF21-Muon, both ways": Row(f"{LMO}:returned=0.0025|0.005|0.01", "another way back"),
-    **{f"PowerSGD, rank {r}": Row(f"powersgd:rank={r}:value_code=bfloat16:{RANKS}") for r in (1, 2, 4)},
+    "EF21-Muon both ways": Row(f"{LMO}:returned=0.0025|0.005|0.01", "another way back"),
+    **{f"PowerSGD of rank {r}": Row(f"powersgd:rank={r}:value_code=bfloat16:{RANKS}") for r in (1, 2, 4)},
 }  # fmt: skip
 BODIES = ("dense AdamW", "dense Muon", "DiLoCo", "MuLoCo")
 
@@ -87,7 +87,7 @@ GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --se
 TABLES = {
     "enwik8-8": Table(_rows_for("ours"), 168_000),
     "enwik8-8-sorted": Table(_rows_for("ours"), 168_000, "--split sorted"),
-    "enwik8-32": Table(_rows_for("ours, returned"), 186_000, "--workers 32 --set batch_size=4"),
+    "enwik8-32": Table(_rows_for("ours with returned"), 186_000, "--workers 32 --set batch_size=4"),
     "gpt2-12x768": Table((*BODIES, "ours"), 4_330_000, GPT2),
     "muloco-16": Table((*BODIES, "ours"), 180_000, "--workers 16 --set batch_size=8 --steps 1530"),
 }

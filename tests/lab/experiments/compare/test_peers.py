@@ -1,6 +1,7 @@
 """The rows of the comparison on a real text: all can be built, and are searched alike."""
 
 import shlex
+from itertools import pairwise
 
 import pytest
 
@@ -12,7 +13,7 @@ from regtopk.lab.experiments.compare.config import CompareConfig
 def test_every_row_of_a_table_can_be_built_and_searched(name: str) -> None:
     table = peers.TABLES[name]
     command = peers.command_of(table, table.rows, ["--device", "cuda"])
-    told = dict(zip(command, command[1:], strict=False))
+    told = dict(pairwise(command))
     config = CompareConfig(
         task="gpt",
         num_steps=int(told.get("--steps", 1536)),
@@ -25,7 +26,9 @@ def test_every_row_of_a_table_can_be_built_and_searched(name: str) -> None:
 
 
 def test_the_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", "peers enwik8-32 --dry-run --out here".split() + ["--rows", "dense Muon"])
+    monkeypatch.setattr(
+        "sys.argv", ["peers", "enwik8-32", "--dry-run", "--out", "here", "--rows", "dense Muon"]
+    )
     assert peers.main() == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[:3] == ["regtopk", "compare", "gpt"] and words[-2:] == ["--out", "here"]
@@ -33,4 +36,4 @@ def test_the_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("sys.argv", ["peers", "enwik8-32", "--rows", "ours"])
     with pytest.raises(SystemExit):
         peers.main()
-    assert "rows must be of dense AdamW, dense Muon, ours, returned," in capsys.readouterr().err
+    assert "rows must be of dense AdamW, dense Muon, ours with returned," in capsys.readouterr().err
