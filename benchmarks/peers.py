@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-SEARCH_RUNS = 12  # of every row
+SEARCH_RUNS = 8  # of every row
 LR = "0.001,0.002,0.004,0.008,0.016"  # of rows that name none
 UPDATES = "exchange=updates"
 LOCO = f"dense:{UPDATES}:every=8|16|32:outer=nesterov"
