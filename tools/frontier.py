@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regtopk.lab.method import Method
 from regtopk.lab.report.figure import STYLE, save_png, to_svg
 from regtopk.lab.report.panels import LABEL_POINTS, line_of, mark_x, named
 from regtopk.lab.report.style import DASHES, GRID, INK, METHODS, OTHER, SPARE, Style
-from regtopk.lab.runs.reading import read_header
+from regtopk.lab.runs.reading import read_header, read_records
 from tools.records import Row, received_bytes, rows_in
 
 if TYPE_CHECKING:
@@ -58,34 +58,44 @@ class Panel(NamedTuple):
     dense: dict[str, float]  # losses, by optimizer
     kinds: dict[str, list[Point]]
     ring_bytes: float | None = None
+    bits_per_nat: float | None = None  # bits per byte over nats per token; None: losses are of characters
 
 
 def panels_of(folders: Sequence[Path]) -> list[Panel]:
     """The rows of all folders, by number of workers."""
     rows: dict[int, dict[tuple[str, float | None], Row]] = {}
-    settings: dict[int, dict[str, object]] = {}
+    settings: dict[int, dict[str, Any]] = {}
     for folder in folders:
         config = read_header(folder)["config"]
         num_workers, told = config["num_workers"], {name: config.get(name) for name in ALIKE}
+        last = read_records(folder)[-1]
+        told["bits_per_nat"] = (
+            round(last["bits_per_byte"] / last["test_loss"], 6) if "bits_per_byte" in last else None
+        )
         if settings.setdefault(num_workers, told) != told:
             names = ", ".join(ALIKE)
             raise ValueError(f"runs with {num_workers} workers must be alike in {names}, got {folder}")
         for row in rows_in(folder).values():
-            rows.setdefault(num_workers, {}).setdefault((row["method"], row["density"]), row)
-    return [_panel(num_workers, [*found.values()]) for num_workers, found in sorted(rows.items())]
+            if "mean" in row:  # it is not only searched so far
+                rows.setdefault(num_workers, {}).setdefault((row["method"], row["density"]), row)
+    return [
+        _panel(num_workers, [*found.values()], settings[num_workers]["bits_per_nat"])
+        for num_workers, found in sorted(rows.items())
+    ]
 
 
-def _panel(num_workers: int, rows: Sequence[Row]) -> Panel:
+def _panel(num_workers: int, rows: Sequence[Row], bits_per_nat: float | None) -> Panel:
     """A panel of these rows, with the methods of each kind in order of their bytes."""
-    panel = Panel(num_workers, {}, {})
+    panel, unit = Panel(num_workers, {}, {}, bits_per_nat=bits_per_nat), bits_per_nat or 1.0
     for row in rows:
         num_bytes, method, optimizer = received_bytes(row), Method.read(row["method"]), str(row["optimizer"])
         if num_bytes is None:
             print(f"left out, its record has no bytes received: {row['method']}")
         elif method.algorithm == "dense" and not method.rounds.has_updates:
-            panel.dense[OPTIMIZERS.get(optimizer, optimizer)] = row["mean"]
+            panel.dense[OPTIMIZERS.get(optimizer, optimizer)] = unit * row["mean"]
         else:
-            point = Point(num_bytes, row["mean"], min(row["final"]), max(row["final"]))
+            losses = [unit * loss for loss in (row["mean"], min(row["final"]), max(row["final"]))]
+            point = Point(num_bytes, *losses)
             panel.kinds.setdefault(kind_of(row), []).append(point)
     for points in panel.kinds.values():
         points.sort()
@@ -146,7 +156,8 @@ def draw(panels: Sequence[Panel]) -> "Figure":
             axes.set_xlabel("bytes received per worker and step")
         room = (highest - min(means)) / 12
         row[0].set_ylim(min(means) - room, highest + room)
-        row[0].set_ylabel("test loss, nats per character: mean and range")
+        unit = "nats per character" if panels[0].bits_per_nat is None else "bits per byte"
+        row[0].set_ylabel(f"test loss, {unit}: mean and range")
         row[0].set_xscale("log")
         row[0].set_xlim(min(sizes) / 3, 4 * max(sizes))
         row[0].xaxis.set_major_formatter(lambda at, _: format_bytes(at))
