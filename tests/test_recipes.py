@@ -28,6 +28,8 @@ def test_a_slow_link_and_many_workers_get_fewer_bytes() -> None:
         for bandwidth in (1e9, 1e5)
     )
     assert fast == recipes.transformer(8)
+    far = Link(bandwidth=1e9, latency_s=1.0)
+    assert slow == recipes.transformer(8, numel=NUMEL, step_s=0.1, link=far)
     assert slow.received_bytes(NUMEL, 8) < fast.received_bytes(NUMEL, 8) / 5
     many = [recipes.transformer(64).received_bytes(124_000_000, n) for n in (64, 256)]
     assert many[1] < 1.05 * many[0]
@@ -45,6 +47,7 @@ def test_an_exchange_takes_one_as_it_is() -> None:
     [
         ({"num_workers": 0}, "num_workers must be an integer of at least 1, got 0"),
         ({"num_workers": 2, "numel": 9}, "link must be given with numel and step_s, got 9 and None alone"),
+        ({"num_workers": 2, "link": 1e8, "numel": 9}, "link must be a regtopk.Link, got 100000000.0"),
         ({"num_workers": 2, "link": Link(1e6), "numel": 9}, "step_s must be positive and finite, got None"),
     ],
 )

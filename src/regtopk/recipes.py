@@ -9,7 +9,7 @@ that are slower still, was not.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ class ExchangeRecipe:
     def options(self) -> dict[str, Any]:
         """The keywords of `UpdateExchange`."""
         return {"every": self.every, "fragments": self.fragments}
+
+    @property
+    def trips(self) -> float:
+        """How often messages cross the network per step."""
+        per_exchange = 1 if self.algorithm.returned is None else 3
+        return per_exchange * self.fragments / self.every
 
     def received_bytes(self, numel: int, num_workers: int) -> float:
         """What a rank receives per step of a model of J parameters."""
@@ -81,7 +87,7 @@ def transformer(
     """What to exchange for a transformer whose matrices are trained by Muon and the rest by AdamW.
 
     Without a link it is the one with the most bytes. With a link it is the first, from the most bytes to the
-    fewest, whose messages take at most as long as the computation of a step, beside which they can travel.
+    fewest, whose messages take at most as long as the computation of a step, latency included.
 
     Args:
         num_workers: N.
@@ -95,10 +101,13 @@ def transformer(
         if numel is not None or step_s is not None:
             raise ArgumentError(f"link must be given with numel and step_s, got {numel} and {step_s} alone")
         return recipes[0]
+    if not isinstance(link, Link):
+        raise ArgumentError(f"link must be a regtopk.Link, got {link!r}")
     check_integer("numel", numel, at_least=1)
     check_positive("step_s", step_s)
     assert numel is not None and step_s is not None
+    alone = replace(link, compute_s=0.0)
     for recipe in recipes:
-        if 8 * recipe.received_bytes(numel, num_workers) / link.bandwidth <= step_s:
+        if alone.time_s(recipe.received_bytes(numel, num_workers), recipe.trips) <= step_s:
             return recipe
     return recipes[-1]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -123,7 +124,8 @@ def test_what_owners_owe_in_ef21_arrives_among_other_weights() -> None:
     run(before, 3)
     parts: list[Any] = [None] * 4
     dist.all_gather_object(parts, before.state_dict())
-    assert any(bool(part["workers"][str(n)]["groups"][0]["owed"].any()) for n, part in enumerate(parts))
+    owed = parts[rank]["workers"][str(rank)]["groups"][0]["owed"]
+    assert owed.any() and before.total.residual_norm == pytest.approx(4 * float(owed.norm()))
     after = regtopk.Exchange([vector], algorithm, weight=weights[rank])
     after.load_state_dict(regtopk.merge_state_dicts(parts))
     mean = sum(weight * grads_of(0, n) for n, weight in enumerate(weights))

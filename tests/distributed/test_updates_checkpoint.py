@@ -131,6 +131,14 @@ def put_nan(saved: Any, mine: Any) -> None:
     saved["updates"]["start"]["0.bias"][1] = float("nan")
 
 
+def put_moment(tensor: Any, saved: Any, mine: Any) -> None:
+    mine["optimizer"]["state"][0]["exp_avg"] = tensor
+
+
+def set_in_group(key: str, value: Any, saved: Any, mine: Any) -> None:
+    mine["optimizer"]["param_groups"][0][key] = value
+
+
 def reshape_buffer(when: str, saved: Any, mine: Any) -> None:
     mine["buffers"][when]["1.running_mean"] = torch.zeros(3)
 
@@ -144,7 +152,29 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 NO_UPDATES = "must hold 'updates': this was saved by something else"
 DAMAGES: list[tuple[Any, str]] = [
     (put_nan, "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
-    (lose_a_parameter, "optimizer's groups must be that of the saved state, [5], got [6]"),
+    (
+        lose_a_parameter,
+        "parameters of the optimizer's groups must be [[0, 1, 2, 3, 4, 5]], got [[0, 1, 2, 3, 4]]",
+    ),
+    (
+        partial(set_in_group, "params", [1, 0, 2, 3, 4, 5]),
+        "must be [[0, 1, 2, 3, 4, 5]], got [[1, 0, 2, 3, 4, 5]]",
+    ),
+    (partial(set_in_group, "lr", "a"), "lr of the saved optimizer must be a finite number, got 'a'"),
+    (lambda saved, mine: mine["optimizer"].pop("state"), "the saved state is malformed: KeyError: 'state'"),
+    (lambda saved, mine: mine["optimizer"].update(state=[1]), "the saved state is malformed: AttributeError"),
+    (
+        lambda saved, mine: mine["optimizer"]["state"].update({70: {}}),
+        "must be of its parameters, got number 70",
+    ),
+    (
+        partial(put_moment, torch.zeros(3)),
+        "exp_avg of the saved optimizer must have its parameter's shape, (",
+    ),
+    (
+        partial(put_moment, torch.full((16, 20), float("nan"))),
+        "exp_avg of the saved optimizer must be finite, got",
+    ),
     (lambda saved, mine: saved["updates"].pop("every"), "the saved state is malformed: KeyError: 'every'"),
     (lambda saved, mine: saved["updates"].update(inner="SGD"), "saved state, 'SGD', got 'AdamW'"),
     (lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"), "shape of buffers must be that"),
@@ -174,7 +204,7 @@ def test_states_that_do_not_fit() -> None:
         before = exchange.state_dict(), training.result()
         for other, (_, text) in zip(others, OTHERS + DAMAGES, strict=True):
             kind, told = refusal(partial(exchange.load_state_dict, other))
-            assert kind == "StateError" and text in told
+            assert kind == "StateError" and text in told, (text, told)
         assert same((exchange.state_dict(), training.result()), before)
         one, two = exchange.state_dict(), exchange.state_dict()
         two["updates"]["start"]["0.bias"] += 1
@@ -186,17 +216,18 @@ def test_states_that_do_not_fit() -> None:
 @on_ranks(2)
 def test_inside_a_round_without_a_residual() -> None:
     """What was learned since the round began has nowhere to go if ranks or weights change."""
-    one, other = Training(algorithm=regtopk.Dense()), Training(WEIGHTS[2], algorithm=regtopk.Dense())
-    with closing(one.exchange), closing(other.exchange):
-        one.train_until(5)
-        saved: list[Any] = [one.exchange.gather_state_dict()]
-        dist.broadcast_object_list(saved)
-        refused = refusal(lambda: other.exchange.load_state_dict(saved[0]))
-    assert refused == (
-        "StateError",
-        "the saved state must be from a round's end, or after finish(): '0.weight' has no residual to take "
-        "up what was learned since, and the ranks or their weights have changed",
-    )
+    for algorithm in (regtopk.Dense(), regtopk.EF21(density=0.2, returned=0.2)):
+        one, other = Training(algorithm=algorithm), Training(WEIGHTS[2], algorithm=algorithm)
+        with closing(one.exchange), closing(other.exchange):
+            one.train_until(5)
+            saved: list[Any] = [one.exchange.gather_state_dict()]
+            dist.broadcast_object_list(saved)
+            refused = refusal(partial(other.exchange.load_state_dict, saved[0]))
+        assert refused == (
+            "StateError",
+            "the saved state must be from a round's end, or after finish(): '0.weight' has no residual to "
+            "take up what was learned since, and the ranks or their weights have changed",
+        )
 
 
 @on_ranks(2)

@@ -115,20 +115,26 @@ def test_one_that_steps_twice_is_refused() -> None:
     with training() as it:
         it.train_until(1)
         loss_of(it.net, 1).backward()
-        it.adamw.step()
-        before = flat_parameters(it.net)
-        kind, text = refusal(it.adamw.step)
+        kind, text = refusal(it.adamw.step)  # the first was skipped by something that we do not know
         assert kind == "ClusterError" and text == (
-            "every optimizer must step before one steps again, got optimizer[1] (AdamW) again before "
+            "optimizers must step in the order of the first step, got optimizer[1] (AdamW) before "
             "optimizer[0] (Muon). With a GradScaler, which may skip one of them, pass grad_scaler"
+        )
+        it.muon.step()
+        before = flat_parameters(it.net)
+        kind, text = refusal(it.muon.step)
+        assert kind == "ClusterError" and text == (
+            "every optimizer must step before one steps again, got optimizer[0] (Muon) again before "
+            "optimizer[1] (AdamW). With a GradScaler, which may skip one of them, pass grad_scaler"
         )
         for call in (it.exchange.state_dict, it.exchange.finish):
             assert refusal(call)[1] == (
                 f"{call.__name__}() must be called when every optimizer has stepped, got a step of "
-                "optimizer[1] (AdamW) without optimizer[0] (Muon)"
+                "optimizer[0] (Muon) without optimizer[1] (AdamW). With a GradScaler, which may skip one of "
+                "them, pass grad_scaler"
             )
         assert torch.equal(flat_parameters(it.net), before)  # nothing has changed
-        it.muon.step()
+        it.adamw.step()
         assert it.exchange.num_rounds == 1
     it.adamw.step()  # after close() they are the rank's own
     it.adamw.step()

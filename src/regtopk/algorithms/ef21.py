@@ -68,8 +68,8 @@ class EF21(ReturnsInPart[EF21State]):
             state = EF21MomentumState(worker.zeros(), aggregate, worker.zeros())
         if self.returned is None:
             return state
-        rules = {"residual": per_worker("weighted_sum")}
-        return self.with_owed(extended(state, rules, residual=worker.zeros()), worker)
+        rules = {"unarrived": per_worker("weighted_sum")}
+        return self.with_owed(extended(state, rules, unarrived=worker.zeros()), worker)
 
     def exchange(self, grad: Tensor, state: EF21State, worker: Worker) -> Conversation:
         k = self.num_selected(worker)
@@ -88,6 +88,6 @@ class EF21(ReturnsInPart[EF21State]):
 
 def _settle(state: Any) -> None:
     """Take out of h_n what did not arrive: what a code lost, or was owed when the number of ranks changed."""
-    if hasattr(state, "residual"):
-        state.estimate -= state.residual
-        state.residual.zero_()
+    if hasattr(state, "unarrived"):
+        state.estimate -= state.unarrived
+        state.unarrived.zero_()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, within
-from regtopk.core.owners import for_owners_, num_owned, num_returned
+from regtopk.core.owners import for_owners_, num_owned, num_returned, owed_to
 from regtopk.core.requests import FromOwners, SenderSum, SparseSum, ToOwners, impute_
 from regtopk.core.sparse import SparseGradient, take_largest_
 from regtopk.core.state import StateT, extended, per_worker
@@ -50,10 +50,11 @@ class ReturnsInPart(Sparsifier[StateT]):
         return extended(state, {"owed": per_worker("owned")}, owed=owed)
 
     def sum_sent(self, sent: SparseGradient, state: Any, worker: Worker) -> Conversation:
-        """The sum S of what was sent, or what comes back; the residual gets what the code loses."""
+        """The sum S of what was sent, or what comes back; what the code loses is kept."""
         if self.returned is None:
             return (yield from SparseSum(sent, worker.weight))
-        pieces = for_owners_(state.residual, sent, worker.num_owners, self.value_code)
+        left = getattr(state, owed_to(state.rules()))
+        pieces = for_owners_(left, sent, worker.num_owners, self.value_code)
         own = yield from ToOwners(pieces, worker.weight)
         num = num_returned(self.returned, worker.numel, worker.num_owners)
         back = take_largest_(state.owed, own, num, code=self.value_code)

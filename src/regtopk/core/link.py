@@ -22,6 +22,6 @@ class Link:
     def __post_init__(self) -> None:
         check_options(self)
 
-    def time_s(self, num_bytes: float, num_rounds: int) -> float:
+    def time_s(self, num_bytes: float, num_rounds: float) -> float:
         """Seconds of a step that moves so many bytes through a worker's interface in so many rounds."""
         return self.compute_s + num_rounds * self.latency_s + 8 * num_bytes / self.bandwidth

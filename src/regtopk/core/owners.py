@@ -5,7 +5,7 @@ every owner has as many entries of each layer as any other, and about as many by
 `owners_of`, and `entries_of` is its inverse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,14 @@ def for_owners_(residual: Tensor, sent: SparseGradient, num_owners: int, code: s
     residual.scatter_add_(-1, indices.flatten(-2), (values - coded).flatten(-2))
     _, places = owners_of(indices, num_owners)
     return SparseGradient(places, coded, num_owned(sent.numel, num_owners), count, code)
+
+
+def owed_to(fields: Container[str]) -> str:
+    """The field of a state that takes up what an owner owed, or a code lost.
+
+    It is the residual, which is sent later. EF21 has none, and takes it out of its estimate instead.
+    """
+    return "residual" if "residual" in fields else "unarrived"
 
 
 def owed_by(rank: int, owed: Tensor, weights: Sequence[float], numel: int) -> Tensor:

@@ -96,6 +96,18 @@ def test_imputation_tells_who_sent_each_entry_of_a_split_sum() -> None:
     assert more_bytes == pytest.approx(63 * NUMEL / 64, rel=0.1)  # a byte per entry: how many sent it
 
 
+@pytest.mark.parametrize("name", ["dense", "dense:sum_code=2bit", "consensus:sum_code=4bit"])
+def test_sums_come_back_in_their_code(name: str) -> None:
+    method, numel = PlannedMethod(name, 0.05, "2bit"), 2**16
+    planned_bytes = sum(
+        m.sent_bytes for a in answers_of(method, round(0.05 * numel), numel, 8) for m in a.moves
+    )
+    cluster = Cluster(Method.parse(name).build(density=0.05, value_code="2bit"), num_workers=8)
+    cluster.step(torch.randn(8, numel, generator=torch.Generator().manual_seed(0)))
+    counted = float(cluster.last_step.received_bytes.double().mean())
+    assert planned_bytes == pytest.approx(counted, rel=0.1)  # proposals overlap a little
+
+
 @pytest.mark.parametrize("num_workers", [4, 64])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("name", ["topk:returned=0.01", "dgc:returned=0.05"])

@@ -19,6 +19,7 @@ class StepRecord:
 
     Bytes as in `regtopk.core.traffic`; times in seconds, split into preparing the vector and the algorithm's
     own work (select_s), encoding, waiting in collectives, and decoding, summing and writing back.
+    residual_norm is that of what the rank has not sent, and of what it owes where sums come back in part.
     lost_residual is the sum of w_n |e_n| over the ranks n that were lost with their residuals.
     """
 

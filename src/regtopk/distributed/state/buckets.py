@@ -11,7 +11,7 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.owners import owed_by
+from regtopk.core.owners import owed_by, owed_to
 from regtopk.core.precision import initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
@@ -146,7 +146,8 @@ class Buckets:
             for field, rule in state.rules().items():
                 if rule == "owned":
                     place, owed, numel = int(before.worker.index), getattr(state, field), before.layout.numel
-                    state.residual += owed_by(place, owed, before_weights, numel)
+                    left = getattr(state, owed_to(state.rules()))
+                    left += owed_by(place, owed, before_weights, numel)
                 elif rule != "reset":
                     setattr(after.state, field, getattr(state, field))
 
@@ -164,8 +165,11 @@ class Buckets:
             bucket.load(bucket.entries(), fields)
 
     def residual_norm(self) -> float:
-        """The Euclidean norm of all that this rank has not sent yet."""
-        states = [bucket.settled_state.state_dict() for bucket in self.all]
-        residuals = [state["residual"] for state in states if "residual" in state]
+        """The Euclidean norm of all that this rank has not sent yet, and of what it owes as an owner."""
+        residuals = []
+        for bucket in self.all:
+            state, weight = bucket.settled_state.state_dict(), bucket.worker.weight
+            residuals += [state["residual"]] if "residual" in state else []
+            residuals += [state["owed"] / weight] if "owed" in state and weight > 0 else []
         norms = [torch.linalg.vector_norm(e, dtype=accumulation_dtype(e.dtype)) for e in residuals]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.options import check_number
-from regtopk.core.owners import owed_by
+from regtopk.core.owners import owed_by, owed_to
 from regtopk.core.state import OnResize
 from regtopk.core.worker import Report, check_weights
 from regtopk.distributed.requests.rank import Rank
@@ -219,7 +219,8 @@ def owed_parts(saved: dict[str, Any], rank: int) -> Iterator[tuple[str, Tensor]]
     worker = saved["workers"][str(rank)]
     for names, others in zip(saved["groups"], worker["groups"], strict=True):
         if "owed" in others:
-            residuals = [worker["entries"][name]["residual"] for name in names]
+            entries = [worker["entries"][name] for name in names]
+            residuals = [parts[owed_to(parts)] for parts in entries]
             sizes = [residual.numel() for residual in residuals]
             parts = owed_by(rank, others["owed"], saved["weights"], sum(sizes)).split(sizes)
             for name, part, residual in zip(names, parts, residuals, strict=True):
@@ -235,7 +236,8 @@ def _with_nothing_owed(saved: dict[str, Any], needed: list[int]) -> dict[str, An
             continue
         entries: Entries = {name: dict(parts) for name, parts in worker["entries"].items()}
         for name, part in owed_parts(saved, n):
-            entries[name]["residual"] = entries[name]["residual"].double() + part
+            field = owed_to(entries[name])
+            entries[name][field] = entries[name][field].double() + part
         groups = tuple({f: t for f, t in others.items() if f != "owed"} for others in worker["groups"])
         workers[str(n)] = {**worker, "entries": entries, "groups": groups}
     return {**saved, "workers": workers}

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk.core.owners import owed_to
 from regtopk.distributed.state.buckets import Buckets
 from regtopk.distributed.state.saved import merge_state_dicts, owed_parts
 from regtopk.distributed.state.shards import like, local
@@ -88,7 +89,8 @@ def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
     """A rank's state dict as DCP is to save it."""
     ((replica, worker),) = saved["workers"].items()
     for name, part in owed_parts(saved, int(replica)):  # on other shards others will own the entries
-        worker["entries"][name]["owed"] = part.float()
+        entries = worker["entries"][name]
+        entries["owed"] = part.to(torch.promote_types(entries[owed_to(entries)].dtype, torch.float32))
     _by_parameter(worker, sharding)
     tree: dict[str, Any] = {}
     for slot in _slots(saved, replica, sharding):
@@ -139,7 +141,8 @@ def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[i
         _by_vector(worker, sharding, buckets)
         for fields in worker["entries"].values():
             owed = fields.pop("owed", 0)  # what this part owed as an owner, if it is still the same part
-            fields |= {"residual": fields["residual"] + owed} if is_other and "residual" in fields else {}
+            if is_other and (field := owed_to(fields)) in fields:
+                fields[field] = fields[field] + owed
     return merge_state_dicts(list(states.values()))
 
 

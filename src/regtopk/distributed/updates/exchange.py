@@ -194,7 +194,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         parameters: a module, which torch.compile may be around; or parameters, or (name, parameter) pairs, in
             the same order on every rank. Buffers are a module's alone.
         optimizer: what trains exactly these parameters; frozen ones may be among them. Several, such as
-            ``[muon, adamw]``, have each parameter once, and step equally often, in any order.
+            ``[muon, adamw]``, have each parameter once, and step equally often, in one order.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
         every: how many optimizer steps a round has; 1 if not given.
         delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 (if not

@@ -18,8 +18,8 @@ Inner = Optimizer | Sequence[Optimizer]
 class InnerOptimizers:
     """The optimizers that together train exactly the parameters that are exchanged.
 
-    A step is a step of each, in any order. One that the GradScaler skips is not waited for. If it skips all,
-    no step is counted.
+    A step is a step of each, in the order of the first one. One that the GradScaler skips is not waited for.
+    If it skips all, no step is counted.
     Their state dict is that of one optimizer that has all their groups.
     """
 
@@ -29,7 +29,8 @@ class InnerOptimizers:
         self.all = tuple(given) if isinstance(given, Sequence) else (given,)
         _check(self.all, parameters)
         self._grad_scaler = grad_scaler
-        self._stepped: set[Optimizer] = set()  # in the step that is being made
+        self._stepped: dict[Optimizer, None] = {}  # in the step that is being made, in their order
+        self._order: list[Optimizer] = []  # of the first step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -46,7 +47,13 @@ class InnerOptimizers:
         if optimizer in self._stepped:
             raise ClusterError(
                 f"every optimizer must step before one steps again, got {self._told([optimizer])} again "
-                f"before {self._missing}. With a GradScaler, which may skip one of them, pass grad_scaler"
+                f"before {self._missing}. {_SCALER}"
+            )
+        if self._grad_scaler is None and self._order and optimizer != self._order[len(self._stepped)]:
+            expected = self._told([self._order[len(self._stepped)]])
+            raise ClusterError(
+                f"optimizers must step in the order of the first step, got {self._told([optimizer])} before "
+                f"{expected}. {_SCALER}"
             )
 
     def check_whole(self, call: str) -> None:
@@ -54,14 +61,15 @@ class InnerOptimizers:
         if self._stepped:
             raise ClusterError(
                 f"{call}() must be called when every optimizer has stepped, got a step of "
-                f"{self._told(self._stepped)} without {self._missing}"
+                f"{self._told(self._stepped)} without {self._missing}. {_SCALER}"
             )
 
     def ends_step(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's step was the last that the others had to wait for."""
-        self._stepped.add(optimizer)
+        self._stepped[optimizer] = None
         if any(other not in self._stepped and not self._is_skipped(other) for other in self.all):
             return False
+        self._order = self._order or list(self._stepped)
         self._stepped.clear()
         return True
 
@@ -106,7 +114,7 @@ class InnerOptimizers:
 
     @property
     def _missing(self) -> str:
-        return self._told(set(self.all) - self._stepped)
+        return self._told(set(self.all) - self._stepped.keys())
 
     def _told(self, some: Iterable[Optimizer]) -> str:
         """Some of them, by place and class."""
@@ -114,6 +122,7 @@ class InnerOptimizers:
         return " and ".join(f"optimizer[{place}] ({type(each).__name__})" for place, each in chosen)
 
 
+_SCALER = "With a GradScaler, which may skip one of them, pass grad_scaler"
 _RECIPE = (
     "hand over all optimizers, such as Muon for the matrices of hidden layers and AdamW for the rest, as "
     "UpdateExchange(model, [muon, adamw], ...)"

@@ -20,6 +20,7 @@ Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from regtopk.errors import StateError
 from regtopk.rounds import LocalRounds, Rounds
 
 _TIMES = ("every", "delay", "fragments")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
 
 
 class LoadedModel(NamedTuple):
@@ -187,10 +189,7 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         facts += [("parameters of each optimizer", _held(model), updates["held"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
-    groups = model.inner.param_groups, new.optimizer["param_groups"]
-    mine, saved = ([len(group["params"]) for group in each] for each in groups)
     facts += [
-        ("number of parameters of the optimizer's groups", mine, saved),
         ("shape of start", model.parameters.shapes, shapes_of(new.start)),
         ("shape of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
         ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
@@ -202,3 +201,45 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
+    _check_optimizer(model.inner.param_groups, new.optimizer)
+
+
+def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Refuse the state of other groups, without a number that these have, or with moments that cannot be."""
+    numbers = iter(range(sum(len(group["params"]) for group in groups)))
+    expected = [list(islice(numbers, len(group["params"]))) for group in groups]
+    found = [list(group["params"]) for group in saved["param_groups"]]
+    if found != expected:
+        raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
+    for own, group in zip(groups, saved["param_groups"], strict=True):
+        for key, value in own.items():
+            saved_value = group.get(
+                key, None if key == "lr" else value
+            )  # torch fills in what an older one lacks
+            if _is_number(value) and not _is_number(saved_value):
+                raise StateError(f"{key} of the saved optimizer must be a finite number, got {saved_value!r}")
+    parameters = dict(enumerate(p for group in groups for p in group["params"]))
+    if others := saved["state"].keys() - parameters.keys():
+        raise StateError(
+            f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
+        )
+    for number, state in saved["state"].items():
+        shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
+        for key, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            if key in _MOMENTS and tuple(tensor.shape) not in shapes:
+                raise StateError(
+                    f"{key} of the saved optimizer must have its parameter's shape, {min(shapes)}, got "
+                    f"{tuple(tensor.shape)}"
+                )
+            if tensor.is_floating_point() and not bool(torch.isfinite(local(tensor)).all()):
+                raise StateError(f"{key} of the saved optimizer must be finite, got a NaN or inf")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite one, perhaps in a tensor."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return (
+        bool(torch.isfinite(torch.as_tensor(value)).all()) if is_real or isinstance(value, Tensor) else False
+    )

@@ -161,13 +161,13 @@ def _ours(method: PlannedMethod, numel: int, N: int) -> PlannedExchange:
 def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[PlannedExchange]:
     """How N workers answer what an algorithm asks in a step, all of them sending k entries of J."""
     if method.algorithm == "dense":
-        return [_dense_sum(method.value_code, numel, N)]
+        return [_dense_sum(method, numel, N)]
     if method.algorithm == "consensus":  # everybody's set of indices to everybody, then a sum on their union
         count, code = ceil(k / N), {"value_code": "none", "index_code": INDEX_CODE}
         size = full_message_bytes(count, numel, dtype=torch.float32, **code)
         work = Work("sparse none", {"calls": 1, "entries": (1 + N) * count})
         proposals = PlannedExchange("all_gather", size, [all_gather(size, N)], [work])
-        return [proposals, _dense_sum(method.value_code, k, N)]
+        return [proposals, _dense_sum(method, k, N)]
     if method.returned is not None:
         return _owned_sum(method, method.returned, k, numel, N)
     return [_sparse_sum(method, k, numel, N)]
@@ -179,12 +179,13 @@ def _code(method: PlannedMethod) -> str:
     return f"{code} senders" if method.imputes else code
 
 
-def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
+def _dense_sum(method: PlannedMethod, length: int, N: int) -> PlannedExchange:
     """Parts to the owners of the regions, and the sums from them."""
-    parts, sums = (region_bytes(length, N, (), torch.float32, each) for each in (code, "float32"))
+    codes = method.value_code, method.sum_code
+    parts, sums = (region_bytes(length, N, (), torch.float32, code) for code in codes)
     units = {"calls": 1, "messages": N, "entries": (3 + 1 / N) * length}
     moves = [all_to_all(max(parts), N), all_gather(max(sums), N)]
-    return PlannedExchange("split", sum(parts), moves, [Work(f"dense {COSTS_OF.get(code, code)}", units)])
+    return PlannedExchange("split", sum(parts), moves, [Work(f"dense {_code(method)}", units)])
 
 
 def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExchange:

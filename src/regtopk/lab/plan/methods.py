@@ -58,6 +58,11 @@ class PlannedMethod(NamedTuple):
         return None if part is None else float(part)
 
     @property
+    def sum_code(self) -> str:
+        """How sums on a shared support come back."""
+        return str(Method.read(self.name).options.get("sum_code", "float32"))
+
+    @property
     def label(self) -> str:
         """The name in tables and figures: `dense` is DDP alone, not this library's coded exchange of it."""
         if not self.rounds.has_updates:

@@ -61,7 +61,8 @@ def test_equal_bytes_received_are_equal(tmp_path: Path, budget: dict[str, Any]) 
     """Of four workers each receives three messages of Top-k, but what comes back only once."""
     most = 3 * (32 + 8 * round(0.02 * 4810))
     budget = budget or {"received_bytes_per_step": float(most)}
-    methods = ["topk", "consensus", "topk:returned=0.1", "topk:exchange=updates:every=2"]
+    parts = "topk:returned=0.1:value_code=float32:exchange=updates:every=2:fragments=2"
+    methods = ["topk", "consensus", "topk:returned=0.1", parts, "topk:exchange=updates:every=2"]
     summary = compare(tmp_path, algorithms=",".join(methods), value_code="4bit", **budget)
     results = {r["method"]: r for r in summary["results"]}
     for r in results.values():

@@ -7,6 +7,7 @@ from functools import cache
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.tasks import Problem, Task
+from regtopk.lab.experiments.training.trainer import parts_of
 from regtopk.lab.method import Grid, Method
 from regtopk.rounds import GRADIENTS
 from regtopk.simulate import Cluster
@@ -16,7 +17,10 @@ TOLERANCE = 0.005  # of the density's logarithm
 
 
 class ByteProbe:
-    """The gradients of a task's first steps, at its first model, to measure what methods move."""
+    """The gradients of a task's first steps, at its first model, to measure what methods move.
+
+    Fragments are messages of their own, each with its frame.
+    """
 
     def __init__(self, config: CompareConfig, task: Task) -> None:
         models = task.start()
@@ -26,17 +30,19 @@ class ByteProbe:
 
     def bytes_of(self, method: Method, density: float | None) -> float:
         """What the budget counts, payload or bytes received: the mean per worker and step."""
-        cluster = Cluster(
-            self._config.build(MethodAt(method, density)),
-            num_workers=self._task.num_workers,
-            weights=self._task.weights[0],
-            layout=self._task.layout,
-            index_code=method.index_code,
-        )
-        for grads in self._grads:
-            cluster.step(grads)
-        moved = getattr(cluster.total, self._config.budgeted)
-        return float(moved.double().mean()) / len(self._grads)
+        num_bytes = 0.0
+        for at, layout in parts_of(self._task.layout, method.rounds.fragments):
+            cluster = Cluster(
+                self._config.build(MethodAt(method, density)),
+                num_workers=self._task.num_workers,
+                weights=self._task.weights[0],
+                layout=layout,
+                index_code=method.index_code,
+            )
+            for grads in self._grads:
+                cluster.step(grads[:, at])
+            num_bytes += float(getattr(cluster.total, self._config.budgeted).double().mean())
+        return num_bytes / len(self._grads)
 
     def find_density(self, method: Method, budget: float) -> float:
         """The largest density whose bytes are within the budget, by bisection of its logarithm."""
@@ -80,7 +86,8 @@ def rows_of(config: CompareConfig, problem: Problem) -> list[GridAt]:
         own_budget = budget * given.rounds.every
         method = given.with_budget(own_budget) if config.budgeted == "payload_bytes" else given
         # without what changes no message, so that points of a grid share what is found
-        alike = replace(method, label=grid.label, lr=None, optimizer="", weight_decay=None, rounds=GRADIENTS)
+        rounds = GRADIENTS._replace(fragments=given.rounds.fragments)
+        alike = replace(method, label=grid.label, lr=None, optimizer="", weight_decay=None, rounds=rounds)
         return MethodAt(method, find_density(alike, own_budget) if method.takes_density else None)
 
     return [

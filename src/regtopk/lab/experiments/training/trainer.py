@@ -10,7 +10,7 @@ from torch import Tensor
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.link import Link
 from regtopk.core.timer import Timer
-from regtopk.core.worker import Layer, Layout
+from regtopk.core.worker import Layout
 from regtopk.lab.experiments.tasks.task import Task
 from regtopk.lab.experiments.training.optimizers import Descent, recipe_of
 from regtopk.lab.method import Method
@@ -96,12 +96,12 @@ class Trainer:
         is_batch = is_alike and "replicates" in algorithm.promises
         weights_of_clusters = task.weights[:1] if is_batch else task.weights
 
-        def make_cluster(layers: list[Layer], weights: list[float]) -> Cluster:
+        def make_cluster(layout: Layout, weights: list[float]) -> Cluster:
             return Cluster(
                 algorithm,
                 num_workers=task.num_workers,
                 weights=weights,
-                layout=Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers),
+                layout=layout,
                 index_code=method.index_code,
                 link=LINK,
                 is_checked=False,  # what is not finite is looked for here
@@ -109,9 +109,8 @@ class Trainer:
             )
 
         self._parts: list[ModelPart] = []
-        for layers in _parts_of(task.layout, rounds.fragments):
-            at = slice(layers[0].start, layers[-1].start + layers[-1].numel)
-            clusters = [make_cluster(layers, weights) for weights in weights_of_clusters]
+        for at, layout in parts_of(task.layout, rounds.fragments):
+            clusters = [make_cluster(layout, weights) for weights in weights_of_clusters]
             self._parts.append(ModelPart(at, clusters, self.models[:, at]))
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
@@ -244,7 +243,11 @@ class Trainer:
         self._num_summed += 1
 
 
-def _parts_of(layout: Layout, num_fragments: int) -> list[list[Layer]]:
-    """The layers of each fragment."""
-    layers = layout.layers
-    return [[layers[i] for i in part] for part in cut_evenly([x.numel for x in layers], num_fragments)]
+def parts_of(layout: Layout, num_fragments: int) -> list[tuple[slice, Layout]]:
+    """Where each fragment lies in the vectors, and its own layout."""
+    parts = []
+    for part in cut_evenly([layer.numel for layer in layout.layers], num_fragments):
+        layers = [layout.layers[i] for i in part]
+        own = Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers)
+        parts.append((slice(layers[0].start, layers[0].start + own.numel), own))
+    return parts
