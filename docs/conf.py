@@ -1,10 +1,12 @@
 """Makes a site of README.md, docs/*.md and the docstrings: `make docs`.
 
 Pages are GitHub's Markdown, with links that work on GitHub. What differs on the site is changed here, as a
-page is read: the index becomes the navigation, and a link to a folder becomes plain text.
+page is read: the index becomes the navigation, a link to a folder becomes plain text, and a notebook a page.
 """
 
+import posixpath
 import re
+import shutil
 from itertools import groupby
 from pathlib import Path
 from textwrap import indent
@@ -13,6 +15,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 from regtopk import __version__
+from tools.notebook import as_markdown
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,10 +23,9 @@ project = "regtopk"
 author = "the regtopk authors"
 release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-root_doc = (
-    "docs/README"  # the folder that Sphinx reads is the root, so that the README is a page like all others
-)
-include_patterns = ["*.md", "docs/*.md", "benchmarks/*/*.md"]
+root_doc = "README"  # the folder that Sphinx reads is the root: the site opens with the README
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+include_patterns = ["*.md", "docs/*.md", "docs/*.ipynb", "benchmarks/*/*.md"]
 exclude_patterns = [".*", "build", "dist", "out", "docs/results", "src", "tests"]
 
 smartquotes_action = "D"  # dashes alone: words in quotes, such as "4bit", are to be copied
@@ -44,23 +46,26 @@ html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
 
-PAGE_LINK = re.compile(r"^\| \[([^]]+)\]\(([^)]+)\.md\)", re.MULTILINE)
+PAGE_LINK = re.compile(r"^\| \[([^]]+)\]\(([^)]+)\.(?:md|ipynb)\)", re.MULTILINE)
 LINK = re.compile(r"\[([^]]+)\]\((?!\w+:|#)([^)#\s]+)\)")
 
 
 def read_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Give the index its navigation, and take links to folders away: they have no page."""
-    folder = (ROOT / page).parent
-    source[0] = LINK.sub(lambda link: link[1] if (folder / link[2]).is_dir() else link[0], source[0])
+    """Give the first page the navigation, and take links to folders away: they have no page."""
+    path = Path(app.env.doc2path(page))
+    if path.suffix == ".ipynb":
+        source[0] = as_markdown(source[0])
+    source[0] = LINK.sub(lambda link: link[1] if (path.parent / link[2]).is_dir() else link[0], source[0])
     if page == root_doc:
-        source[0] += "\n".join(navigation(source[0]))
+        source[0] += "\n".join(navigation((ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
 
 
 def navigation(index: str) -> list[str]:
     """A hidden table of contents for each section of the index, with the titles that it gives to pages."""
-    lines = []
+    lines = ["", "```{toctree}", ":hidden:", "", "All pages <docs/README>", "```"]
     for section in index.split("\n## ")[1:]:
-        entries = [f"{title} <{target}>" for title, target in PAGE_LINK.findall(section)]
+        found = [(title, posixpath.normpath(f"docs/{path}")) for title, path in PAGE_LINK.findall(section)]
+        entries = [f"{title} <{page}>" for title, page in found if page != root_doc]
         lines += ["", "```{toctree}", ":hidden:", f":caption: {section.splitlines()[0]}", "", *entries, "```"]
     return lines
 
@@ -92,16 +97,14 @@ def as_rst(paragraph: str) -> str:
     return "".join(parts)
 
 
-def open_at_the_index(app: Sphinx, failure: Exception | None) -> None:
-    """Let the site's root lead to its index, which Sphinx has put into docs/."""
+def open_with_the_readme(app: Sphinx, failure: Exception | None) -> None:
+    """Let the site open with the README, whose page Sphinx has called README.html."""
     if failure is None:
-        leads = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
-        page = f"<!doctype html><title>{project}</title>{leads}"
-        (app.outdir / "index.html").write_text(page, encoding="utf-8")
+        shutil.copy(app.outdir / f"{root_doc}.html", app.outdir / "index.html")
 
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", read_page)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon
-    app.connect("build-finished", open_at_the_index)
+    app.connect("build-finished", open_with_the_readme)

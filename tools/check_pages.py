@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import regtopk
-from tools import catalogue, numbers
+from tools import catalogue, notebook, numbers
 
 ROOT = Path(__file__).parents[1]
 INDEX, REFERENCE = ROOT / "docs" / "README.md", ROOT / "docs" / "api.md"
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/*.md"), notebook.TUTORIAL]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 IN_THE_TEXT = {
     "recipes",
@@ -31,7 +31,8 @@ IN_THE_TEXT = {
 
 def text_of(page: Path) -> str:
     """A page without its blocks of code, which may hold what looks like headings and links."""
-    return CODE.sub("", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    return CODE.sub("", notebook.as_markdown(text) if page == notebook.TUTORIAL else text)
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -99,7 +100,10 @@ def problems() -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: the link {target} leads nowhere"
         for name in unknown_names(page):
             yield f"{page.relative_to(ROOT)}: there is no {name}"
-    linked = {(INDEX.parent / path).resolve() for path in re.findall(r"\]\(([\w/.-]+\.md)\)", text_of(INDEX))}
+    linked = {
+        (INDEX.parent / path).resolve()
+        for path in re.findall(r"\]\(([\w/.-]+\.(?:md|ipynb))\)", text_of(INDEX))
+    }
     for page in sorted(set(PAGES) - {INDEX} - linked):
         yield f"docs/README.md does not name {page.relative_to(ROOT)}"
     shown = set(

@@ -123,8 +123,7 @@ def _break_even(results: Path) -> str:
         plans = [make_plan(here.at(bandwidth=b), costs, methods) for b in BANDWIDTHS]
         best = [f"{p.best.method.name} {p.speedup_to_loss(p.best):.3g}" for p in plans]
         even = plans[0].break_even_bits_per_s
-        at_any = "pays at any" if plans[-1].pays else "pays at none"
-        shown = at_any if even is None else format_bandwidth(even)
+        shown = "pays at none" if even is None else format_bandwidth(even)
         lines.append(
             f"| {numel:,}, {format_time(compute_s)} | {num_workers} | {shown} | {' | '.join(best)} |"
         )

@@ -9,6 +9,7 @@ from torch.distributed.run import main as torchrun
 
 from tests.distributed.ranks import Ranks, fork_process
 from tests.processes import free_port
+from tests.test_readme import commands
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_ddp.py"
@@ -38,12 +39,14 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
     assert sorted("23 steps on 2 workers" in out for out in printed) == [False, True]
     assert sys.platform != "linux" or all(out.endswith("left: []\n") for out in printed)
     assert len(list((tmp_path / "run").glob("step-0000000001-*/rank-*.json"))) == 2
-    printed_again, _ = new_ranks.run_script(EXAMPLE, *folder, "--epochs", "10")
+    of_readme = commands("torchrun")[0]
+    assert of_readme[:2] == ["--nproc_per_node", "2"] and ROOT / of_readme[2] == EXAMPLE
+    printed_again, _ = new_ranks.run_script(EXAMPLE, *of_readme[3:], *folder)
     told, resumed = printed_again.split("\n", 1)
-    assert told.startswith("goes on after epoch 1 of 10, from ")
-    assert "consensus: 230 steps on 2 workers" in resumed
+    assert told.startswith("goes on after epoch 1 of 20, from ")
+    assert "consensus: 460 steps on 2 workers" in resumed
     accuracy = float(resumed.split(" %")[0])
-    assert accuracy > 94  # 96.1 as this was written
+    assert accuracy > 94  # 96.7 as this was written
 
 
 def run_launchers(words: list[str], folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The code of docs/training.md, docs/sharded.md and of the README's diff, on real ranks."""
+"""The code of docs/training.md, faq.md, migration.md, sharded.md and of the README's diffs, on real ranks."""
 
 import contextlib
 import io
@@ -17,6 +17,7 @@ from tests.distributed.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+FAQ, MIGRATION = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("faq", "migration"))
 SHARDED = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -38,6 +39,7 @@ def what_is_yours() -> dict[str, Any]:
         "loader": loader,
         "loss_function": nn.functional.cross_entropy,
         "device": torch.device("cpu"),
+        "is_good_enough": dist.get_rank() == 1,
     }
 
 
@@ -61,15 +63,18 @@ def follow_guide(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:
     names = what_is_yours()
     with inside(folder):
         printed = "".join(follow(source, names) for source in sources)
+    assert names["wants_to_stop"] == 1  # on the other rank, too
     return printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()
 
 
 def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> None:
-    sources = blocks(GUIDE, "python")
+    sources = blocks(GUIDE, "python") + blocks(FAQ, "python")
     (printed, parameters), (printed_elsewhere, parameters_elsewhere) = two_ranks.run(
         follow_guide, sources, tmp_path
     )
-    assert re.search(r"regtopk: 8 steps on 2 workers; this rank:\n.*\n.*\n  dense .* times as much", printed)
+    assert re.search(
+        r"consensus: 8 steps on 2 workers; this rank:\n.*\n.*\n  dense .* times as much", printed
+    )
     assert printed_elsewhere == ""
     assert torch.equal(parameters, parameters_elsewhere)
     assert {path.name.split("-")[1] for path in tmp_path.glob("out/*/step-*")} == {"0000000008"}
@@ -119,19 +124,29 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
 
 
 def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
-    diffs, (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
-    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 4, 4]
-    (before, attached), (_, updates), (_, with_muon) = map(sides_of, diffs)
-    loop = attached[attached.index("for x, y") :]
-    both = re.sub(r"optimizer\.(\w+)\(\)", r"muon.\1(); adamw.\1()", loop)
-    sources = [before, attached + checkpoint]
-    for updated, own_loop in ((updates, loop), (with_muon, both)):
-        sources.append(re.sub(r"^\.\.\. .*$", own_loop, updated, flags=re.M))
-        assert sources[-1].index("for x, y") < sources[-1].index("exchange.finish()")
-    here, elsewhere = two_ranks.run(follow_readme, sources, tmp_path)
-    assert here[0][0] == ""
-    assert here[1][0].startswith("consensus: 8 steps on 2 workers")
-    for (printed, _), num_rounds in zip(here[2:], (4, 2), strict=True):
-        assert printed.startswith(f"topk: after 8 steps, {num_rounds} rounds on 2 workers")
+    diffs = blocks(README, "diff")
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 4]
+    (before, attached), (_, updates) = map(sides_of, diffs)
+    loop = re.sub(r"optimizer\.(\w+)\(\)", r"muon.\1(); adamw.\1()", attached[attached.index("for x, y") :])
+    updates = re.sub(r"^\.\.\. .*$", loop, updates, flags=re.M)
+    assert updates.index("for x, y") < updates.index("exchange.finish()")
+    here, elsewhere = two_ranks.run(follow_readme, [before, attached, updates], tmp_path)
+    assert [printed[:39] for printed, _ in here] == [
+        "",
+        "consensus: 8 steps on 2 workers; this r",
+        "topk: after 8 steps, 2 rounds on 2 work",
+    ]
     for (_, parameters), (_, parameters_elsewhere) in zip(here[1:], elsewhere[1:], strict=True):
         assert torch.equal(parameters, parameters_elsewhere) and not torch.equal(parameters, here[0][1])
+
+
+def test_the_ways_from_other_tools_run(two_ranks: Ranks, tmp_path: Path) -> None:
+    *hooks, diloco = (sides_of(diff)[1] for diff in blocks(MIGRATION, "diff"))
+    step = "for x, y in loader: loss(model(x), y).backward()\nprint(exchange.summary())\n"
+    wrapped, adamw = (
+        "model = DistributedDataParallel(model)\n",
+        "adamw = torch.optim.AdamW(model.parameters())\n",
+    )
+    sources = [*(f"{wrapped}{hook}{step}" for hook in hooks), f"{adamw}{diloco}{step}exchange.finish()\n"]
+    here, _ = two_ranks.run(follow_readme, sources, tmp_path)
+    assert [printed.split(":")[0] for printed, _ in here] == ["consensus", "consensus", "dense"]

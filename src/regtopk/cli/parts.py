@@ -70,7 +70,7 @@ def progress_bar(label: str) -> Iterator[ShowProgress]:
 
 
 def show(content: Any, summaries: Mapping[str, Any], page: Path | None, *, as_json: bool) -> None:
-    """Print the JSON; or one table (a column per method, a row per measure), notes, and where the page is."""
+    """Print the JSON; or one table (a column per method, a row per measure), what it says, and the page."""
     if as_json:
         typer.echo(json.dumps(content, indent=2))
         return
@@ -95,8 +95,9 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path | None, *, as_js
         console.width = max(console.width, _FILE_WIDTH)
     _fit(table, console)
     console.print(table)
-    notes = [note for summary in summaries.values() for note in summary.get("notes", [])]
-    typer.echo("\n".join([*notes, *([] if page is None else [f"{page}"])]))
+    said = [note for summary in summaries.values() for note in summary.get("notes", [])]
+    said += [summary["finding"] for summary in summaries.values() if "finding" in summary]
+    typer.echo("\n".join([*said, *([] if page is None else [f"Figures and all numbers: {page}"])]))
 
 
 def _fit(table: Table, console: Console) -> None:

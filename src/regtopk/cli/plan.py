@@ -98,8 +98,7 @@ def plan(
         page.write_run(out, found, costs, summary, command=command, force=force)
         written = write_report(out)
     where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if value is not None)
-    assumed, *notes = summary["notes"]
-    answer = [assumed, page.verdict(found), *notes, f"Measured costs: {path} ({where})"]
+    answer = [page.verdict(found), *summary["notes"], f"Measured costs: {path} ({where})"]
     show(summary, {"plan": {"table": page.table(found), "notes": answer}}, written, as_json=as_json)
 
 

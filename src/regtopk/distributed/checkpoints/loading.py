@@ -136,5 +136,6 @@ class Loading:
                 f"had not sent add up to {lost:.4g}, {100 * share:.1f} % of those of all ranks"
             )
         elif name in self._resized:
-            ranks = f"{facts.num_ranks} ranks is taken over by {exchange.num_workers}"
-            self.told.append(f"{name} of {ranks}, or with other weights: no residual is lost")
+            before, now = facts.num_ranks, exchange.num_workers
+            change = f"taken over by {now}" if before != now else "weighted anew"
+            self.told.append(f"{name} of {before} ranks is {change}: no residual is lost")

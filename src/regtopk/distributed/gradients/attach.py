@@ -71,8 +71,8 @@ def attach(
     """Make a DDP or fully_shard'ed model exchange its gradients with an algorithm. Call it on every rank.
 
     >>> model = DistributedDataParallel(model)
-    >>> exchange = regtopk.attach(model, regtopk.RegTopK(density=0.001))
-    >>> ...                                  # train as before
+    >>> exchange = regtopk.attach(model, regtopk.Consensus(density=0.01, value_code="4bit"))
+    >>> ...                                  # train as before, with SGD
     >>> print(exchange.summary())
 
     A model that fully_shard has sharded over one axis of a mesh is exchanged over the other, the replicas.
@@ -80,7 +80,7 @@ def attach(
 
     >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
     >>> fully_shard(model, mesh=mesh["shard"])
-    >>> exchange = regtopk.attach(model, regtopk.TopK(density=0.01), process_group=mesh["replicate"])
+    >>> exchange = regtopk.attach(model, algorithm, process_group=mesh["replicate"])
 
     With Adam, and where you clip, use `regtopk.UpdateExchange`: a sparse aggregate arrives in pulses. If an
     exchange fails (a lost rank), it refuses to be saved or to go on until a checkpoint is loaded.

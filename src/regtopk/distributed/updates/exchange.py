@@ -175,7 +175,8 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     """Exchange what the optimizer changed, after every `every`-th `optimizer.step()`.
 
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)          # any optimizer of torch's
-    >>> exchange = UpdateExchange(model, optimizer, TopK(density=0.01))     # on every rank
+    >>> topk = regtopk.TopK(density=0.01, value_code="4bit", impute=0.35)
+    >>> exchange = regtopk.UpdateExchange(model, optimizer, topk, every=2, fragments=2)  # on every rank
     >>> ...                                  # train as on one process: model is plain, without DDP
     >>> print(exchange.summary())
 

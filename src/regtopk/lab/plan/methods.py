@@ -24,6 +24,16 @@ RETURNED_EVERY = 4
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 DILOCO_EVERY = 16
 MOST_FRAGMENTS = 8
+SLOWER_UPDATES = (
+    f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"  # a tenth of the bytes
+)
+# what docs/which-method.md advises with SGD and with AdamW, beside the recipes for Muon; a test compares
+ADVISED = (
+    "consensus:density=0.01:value_code=4bit",
+    f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2:fragments=2",
+    f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2",
+    SLOWER_UPDATES,
+)
 
 
 class PlannedMethod(NamedTuple):
@@ -45,6 +55,15 @@ class PlannedMethod(NamedTuple):
     def algorithm(self) -> str:
         """The name alone."""
         return self.name.partition(":")[0]
+
+    @property
+    def is_advised(self) -> bool:
+        """Whether it is one of those that docs/which-method.md advises."""
+        labels = (
+            *ADVISED,
+            *(words_of(recipe) for n in (2, recipes.RETURNED_FROM) for recipe in recipes.for_workers(n)),
+        )
+        return any(self == each for label in labels for each in _ways(Method.parse(label), ()))
 
     @property
     def imputes(self) -> bool:
@@ -126,6 +145,8 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
         for n in [every] if every else ADVISED_EVERY:
             words = f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments="
             found += [f"{words}{parts}" for parts in sorted({1, min(n, MOST_FRAGMENTS)})]
+        if every is None:
+            found.append(SLOWER_UPDATES)
         n = every or RETURNED_EVERY
         parts = min(n, MOST_FRAGMENTS)
         return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={parts}"]

@@ -14,7 +14,9 @@ from regtopk.lab.plan.link import hidden_s
 from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
 
 EQUAL = 1.05  # methods whose times differ by less are equally fast
-LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
+LOWEST = 1e3  # bits per second, from which on a break-even is looked for
+FAST = 25e9  # from here on machines have NCCL or RDMA, which is not predicted: no compression is advised
+LONG_S = 0.01  # a latency from which on fragments, which multiply the exchanges, are not advised
 MOST_WORKERS = 1_000_000
 
 
@@ -78,12 +80,13 @@ class LinkPlan(NamedTuple):
 
     situation: Situation
     predictions: list[Prediction]
-    break_even_bits_per_s: float | None  # below it compression pays; None: everywhere, or nowhere
+    break_even_bits_per_s: float | None  # below it compression pays, up to `FAST`; None: nowhere
+    work_s: float  # of the best method's step, what its exchange takes where bytes and trips cost nothing
 
     @property
     def best(self) -> Prediction:
         """The method that `best_of` advises."""
-        return best_of(self.predictions)
+        return best_of(self.predictions, self.situation.link)
 
     @property
     def pays(self) -> bool:
@@ -114,32 +117,42 @@ class LinkPlan(NamedTuple):
         return sorted(found.values(), key=lambda p: (p.method != DENSE, *p.rank))
 
 
-def best_of(predictions: Sequence[Prediction]) -> Prediction:
+def best_of(predictions: Sequence[Prediction], link: Link) -> Prediction:
     """The least time to a loss; of those within 5 % of it, updates first, then what sends and learns most.
 
-    A method without a record is not advised, unless there is none of any that was asked for. Then all are
-    taken to need the steps of dense.
+    It is one that docs/which-method.md advises, or no compression, if such methods were asked for. Otherwise
+    it is one with a record; or, if there is none of ours, one that is taken to need the steps of dense.
     """
-    recorded = [p for p in predictions if p.relative_steps is not None]
-    advised = recorded if any(p.method not in TORCH for p in recorded) else predictions
-    fastest = min(p.time_to_loss for p in advised)
-    near = [p for p in advised if p.time_to_loss <= EQUAL * fastest]
+    ours = [p for p in predictions if p.method not in TORCH]
+    advised = [p for p in ours if p.method.is_advised]
+    if link.latency_s >= LONG_S:
+        advised = [p for p in advised if p.method.rounds.fragments == 1] or advised
+    advised = [p for p in advised if p.relative_steps is not None] or advised
+    ours = advised or [p for p in ours if p.relative_steps is not None] or ours
+    if link.bandwidth >= FAST:
+        ours = []
+    others = UNCOMPRESSED if advised or not ours else TORCH
+    found = [*ours, *(p for p in predictions if p.method in others)]
+    fastest = min(p.time_to_loss for p in found)
+    near = [p for p in found if p.time_to_loss <= EQUAL * fastest]
     return max(near, key=lambda p: (p.method.rounds.has_updates, p.exchange.bytes_per_step))
 
 
 def make_plan(situation: Situation, costs: Calibration, methods: Sequence[PlannedMethod]) -> LinkPlan:
     """Predict every method, and find the bandwidth below which a compressed one is best."""
 
-    def predicted(there: Situation) -> list[Prediction]:
-        return [predict(method, there, costs) for method in methods]
+    def best_at(bandwidth: float) -> PlannedMethod:
+        there = situation.at(bandwidth)
+        return best_of([predict(method, there, costs) for method in methods], there.link).method
 
-    def pays(bandwidth: float) -> bool:
-        return best_of(predicted(situation.at(bandwidth))).method not in UNCOMPRESSED
-
-    low, high, break_even = LOWEST, HIGHEST, None
-    if pays(low) and not pays(high):
+    low, high, break_even = LOWEST, FAST, None
+    if best_at(low) not in UNCOMPRESSED:
         while high / low > 1.001:
             middle = (low * high) ** 0.5
-            low, high = (middle, high) if pays(middle) else (low, middle)
+            low, high = (low, middle) if best_at(middle) in UNCOMPRESSED else (middle, high)
         break_even = low
-    return LinkPlan(situation, predicted(situation), break_even)
+    predictions = [predict(method, situation, costs) for method in methods]
+    best, link = best_of(predictions, situation.link), situation.link
+    alone = replace(situation, link=replace(link, bandwidth=1e18, latency_s=0.0))
+    work_s = predict(best.method, alone, costs).step_time_s - link.compute_s
+    return LinkPlan(situation, predictions, break_even, work_s)

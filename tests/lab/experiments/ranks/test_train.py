@@ -1,6 +1,7 @@
 """`regtopk train`: real processes, what they record, and what is refused before they start."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
     assert answer.exit_code == 0, answer.stderr
     assert "digits read right, %" in answer.stdout and "of which collective" in answer.stdout
     assert "regtopk plan says what they cost on your link." in answer.stdout
+    received = f"each received {4e-6 * 4 * NUMEL:.2f} MB, 1 times as much"
+    assert re.search(f"2 processes trained on digits for 4 steps. With regtopk .* {received}", answer.stdout)
     records = records_in(tmp_path / "run")
     curves = {
         method: [(r["step"], r["loss"], r["accuracy"]) for r in records if r["method"] == method]

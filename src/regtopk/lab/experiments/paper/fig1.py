@@ -102,6 +102,7 @@ def summarise(config: ToyConfig, records: Sequence[Record]) -> Summary:
         "final_risk": final,
         "source": published_figure(1)["source"],
         "table": [{"measure": "off published points", **difference}, {"measure": "final risk", **final}],
+        "notes": ["regtopk-current is Algorithm 1 as printed, regtopk as the authors' scripts have it."],
     }
 
 

@@ -52,7 +52,23 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
         {"measure": label, **{method: unit * x for method, x in measures[of].items()}}
         for label, of, unit in rows
     ]
-    return {"task": config.task, **measures, "table": table, "notes": [ON_ONE_MACHINE]}
+    found = {"finding": finding(config, measures[name], received)}
+    return {"task": config.task, **measures, "table": table, "notes": [ON_ONE_MACHINE], **found}
+
+
+def finding(config: TrainConfig, quality: dict[str, float], received: dict[str, float]) -> str:
+    """What was trained and what it cost, in a sentence: by the first method, and by dense."""
+    method = next(name for name in quality if name != "dense")
+    reads = (
+        "{:.1f} % of the test digits are read right" if config.task == "digits" else "the test loss is {:.3f}"
+    )
+    own, dense = (f"{reads.format(quality[each])}" for each in (method, "dense"))
+    less = received["dense"] / max(1, received[method])
+    return (
+        f"{config.num_workers} processes trained on {config.task} for {config.num_steps} steps. With "
+        f"{method} {own}, and each process received {received[method] / 1e6:.2f} MB. With dense DDP {dense}, "
+        f"and each received {received['dense'] / 1e6:.2f} MB, {less:.0f} times as much."
+    )
 
 
 def panels(config: TrainConfig) -> Sequence[Panel]:
