@@ -38,12 +38,12 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
     assert sorted("23 steps on 2 workers" in out for out in printed) == [False, True]
     assert sys.platform != "linux" or all(out.endswith("left: []\n") for out in printed)
     assert len(list((tmp_path / "run").glob("step-0000000001-*/rank-*.json"))) == 2
-    printed_again, _ = new_ranks.run_script(EXAMPLE, *folder, "--epochs", "10")
+    printed_again, _ = new_ranks.run_script(EXAMPLE, *folder, "--epochs", "4")
     told, resumed = printed_again.split("\n", 1)
-    assert told.startswith("goes on after epoch 1 of 10, from ")
-    assert "consensus: 230 steps on 2 workers" in resumed
+    assert told.startswith("goes on after epoch 1 of 4, from ")
+    assert "consensus: 92 steps on 2 workers" in resumed
     accuracy = float(resumed.split(" %")[0])
-    assert accuracy > 94  # 96.1 as this was written
+    assert accuracy > 88  # 90.8 as this was written
 
 
 def run_launchers(words: list[str], folder: Path) -> list[str]:

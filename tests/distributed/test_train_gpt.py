@@ -17,7 +17,21 @@ GPT = str(Path(__file__).parents[2] / "examples" / "train_gpt.py")
 
 def run_script(*words: str) -> str:
     """What the script prints in a process that is in a group, and stays in it."""
-    small = ["--layers", "1", "--width", "32", "--batch", "4", "--every", "3", "--steps"]
+    small = [
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--batch",
+        "4",
+        "--every",
+        "3",
+        "--lr",
+        "0.04",
+        "--density",
+        "0.1",
+        "--steps",
+    ]
     with (
         patch.object(sys, "argv", [GPT, *small, *words]),
         patch.object(dist, "init_process_group"),
@@ -33,8 +47,8 @@ def run_four_times(folder: Path) -> list[str]:
     file = [*text, "--checkpoints", str(folder / "run")]
     muon = [*text, "--checkpoints", str(folder / "muon"), "--optimizer", "muon"]
     return [
-        run_script("5", *file), run_script("60", *file),
-        run_script("60", *file, "--dense"), run_script("60", *muon),
+        run_script("5", *file), run_script("18", *file),
+        run_script("18", *file, "--dense"), run_script("18", *muon),
     ]  # fmt: skip
 
 
@@ -44,10 +58,10 @@ def test_it_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_pat
     printed, silent = two_ranks.run(run_four_times, tmp_path)
     begun, resumed, dense, muon = printed
     assert begun.startswith("0 of 6 steps are done; ") and "\n6 steps: test loss " in begun
-    assert resumed.startswith("6 of 60 steps are done; ") and "\n60 steps: " in resumed
-    for printed_last, counts in ((begun, "after 6 steps, 3 rounds"), (resumed, "after 60 steps, 21 rounds")):
+    assert resumed.startswith("6 of 18 steps are done; ") and "\n18 steps: " in resumed
+    for printed_last, counts in ((begun, "after 6 steps, 3 rounds"), (resumed, "after 18 steps, 7 rounds")):
         assert f"topk: {counts} on 2 workers" in printed_last  # the last of them in finish()
-    assert "topk: after 60 steps, 21 rounds on 2 workers" in muon
+    assert "topk: after 18 steps, 7 rounds on 2 workers" in muon
     assert dense.count("\n") == 2 and silent == ["", "", "", ""]
     losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
     assert max(losses[1:]) < losses[0] - 0.5 and losses[3] != losses[1], losses
