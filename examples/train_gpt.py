@@ -61,8 +61,8 @@ class GPT(nn.Module):
 
 def read_text(path: Path | None) -> tuple[Tensor, Tensor]:
     """The bytes of a file, or of Python's library: to train on, and the last 5 % to test on."""
-    library = sorted(p for p in Path(os.__file__).parent.rglob("*.py") if "site-packages" not in p.parts)
-    paths = [path] if path else library
+    folder = Path(os.__file__).parent
+    paths = [path] if path else sorted(p for p in folder.rglob("*.py") if "site-packages" not in p.parts)
     text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
     if len(text) < 100_000:
         raise SystemExit(f"the text must have at least 100,000 characters, got {len(text)}")

@@ -164,12 +164,10 @@ def _from_owners(asked: Round) -> Tensor:
     """Entry j is number j // N of owner j mod N."""
     total = torch.zeros(asked[0].numel, dtype=asked[0].sparse.values.dtype)
     for owner, request in enumerate(asked):
-        for place, value in zip(request.sparse.indices.tolist(), request.sparse.values, strict=True):
-            entry = place * len(asked) + owner
-            if entry < len(total):
-                total[entry] = value
-            else:
-                assert value == 0, "an owner has sent an entry that is not there"
+        entries, values = request.sparse.indices * len(asked) + owner, request.sparse.values
+        is_there = entries < len(total)
+        total[entries[is_there]] = values[is_there]
+        assert not values[~is_there].any(), "an owner has sent an entry that is not there"
     return total
 
 

@@ -321,7 +321,7 @@ def test_hundreds_of_steps_lose_nothing(case: Case) -> None:
     """Small whole gradients and weights that are powers of two: every sum is exact, so is the balance."""
     weights = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
     cluster = case.cluster(weights.tolist())
-    num_steps = 1000 if case.name in ("topk", "regtopk") else 100
+    num_steps = 300 if case.name in ("topk", "regtopk") else 100
     generator = torch.Generator().manual_seed(0)
     all_grads = torch.randint(-3, 4, (num_steps, N, J), generator=generator).float()
     applied = torch.zeros(J).double()
@@ -333,11 +333,11 @@ def test_hundreds_of_steps_lose_nothing(case: Case) -> None:
 
 @pytest.mark.parametrize("code", ["bfloat16", "int8", "4bit", "2bit"])
 @pytest.mark.parametrize("kind", [TopK, RegTopK, Dense])
-def test_hundreds_of_lossy_steps_drift_by_their_rounding_alone(kind: Any, code: str) -> None:
+def test_a_hundred_lossy_steps_drift_by_their_rounding_alone(kind: Any, code: str) -> None:
     """Each step rounds at most 2 + N times: a and e once, and the sum once per worker."""
     options = {} if kind is Dense else {"k": K}
     cluster = Cluster(kind(value_code=code, **options), num_workers=N, weights=WEIGHTS)
-    all_grads, kept, largest = random_grads(300), torch.zeros(N, J), torch.zeros(J)
+    all_grads, kept, largest = random_grads(100), torch.zeros(N, J), torch.zeros(J)
     applied = torch.zeros(J).double()
     for grads in all_grads:
         accumulated = kept + grads
@@ -346,7 +346,7 @@ def test_hundreds_of_lossy_steps_drift_by_their_rounding_alone(kind: Any, code: 
         largest = torch.cat([largest[None], accumulated, kept, accumulated - kept]).abs().amax(0)
     weights = torch.tensor(WEIGHTS).double()  # as float32 has them
     drift = applied + weights @ kept.double() - weights @ torch.stack(all_grads).double().sum(0)
-    assert bool(kept.any()) and bool((drift.abs() <= 300 * (2 + N) * _ulp(largest)).all())
+    assert bool(kept.any()) and bool((drift.abs() <= 100 * (2 + N) * _ulp(largest)).all())
 
 
 def _residual(state: State | None, *shape: int) -> Tensor:

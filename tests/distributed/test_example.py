@@ -41,12 +41,12 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
     assert len(list((tmp_path / "run").glob("step-0000000001-*/rank-*.json"))) == 2
     of_readme = commands("torchrun")[0]
     assert of_readme[:2] == ["--nproc_per_node", "2"] and ROOT / of_readme[2] == EXAMPLE
-    printed_again, _ = new_ranks.run_script(EXAMPLE, *of_readme[3:], *folder)
+    printed_again, _ = new_ranks.run_script(EXAMPLE, *of_readme[3:], *folder, "--epochs", "4")
     told, resumed = printed_again.split("\n", 1)
-    assert told.startswith("goes on after epoch 1 of 20, from ")
-    assert "consensus: 460 steps on 2 workers" in resumed
+    assert told.startswith("goes on after epoch 1 of 4, from ")
+    assert "consensus: 92 steps on 2 workers" in resumed
     accuracy = float(resumed.split(" %")[0])
-    assert accuracy > 94  # 96.7 as this was written
+    assert accuracy > 88  # 90.8 as this was written
 
 
 def run_launchers(words: list[str], folder: Path) -> list[str]:

@@ -85,10 +85,10 @@ def test_the_same_mesh_goes_on_bit_for_bit(
     jobs = [Job(kind, shape, is_narrow=is_narrow) for _ in range(2)]
     jobs[0].train(range(num_before))
     jobs[0].save(tmp_path)
-    jobs[1].train(range(20, 22))  # elsewhere
+    jobs[1].train(range(20, 21))  # elsewhere
     jobs[1].load(tmp_path)
     for job in jobs:
-        job.train(range(num_before, 6))
+        job.train(range(num_before, num_before + 2))
     assert same(*(algorithm_state(job.exchange) for job in jobs))
     assert jobs[1].exchange.total.sent_bytes == jobs[0].exchange.total.sent_bytes
     assert torch.equal(*(whole_parameters(job.model) for job in jobs))
@@ -110,12 +110,12 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(four_ranks: Ranks, tmp_pa
     ranks = Ranks(4)
     try:
         ranks.start(train_saving, tmp_path / "killed", kind, range(100_000))
-        straight = four_ranks.run(train_saving, tmp_path / "straight", kind, range(6))
+        straight = four_ranks.run(train_saving, tmp_path / "straight", kind, range(4))
         while not (tmp_path / "killed" / "2" / ".metadata").exists():  # what DCP writes last
             time.sleep(0.01)
     finally:
         ranks.stop()  # by SIGKILL, somewhere in a step
-    resumed = four_ranks.run(train_saving, tmp_path / "killed", kind, range(2, 6))
+    resumed = four_ranks.run(train_saving, tmp_path / "killed", kind, range(2, 4))
     assert all(map(torch.equal, straight, resumed))
 
 
@@ -139,7 +139,7 @@ def test_the_sum_of_the_residuals_is_kept_on_every_mesh(
     four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
     before: tuple[Tensor, Any] | None = None
-    for number, shape in enumerate([(2, 2), (1, 4), (2, 1), (4, 1), (1, 2)]):
+    for number, shape in enumerate([(2, 2), (1, 4), (2, 1), (4, 1)]):
         ranks = four_ranks if shape[0] * shape[1] == 4 else two_ranks
         results = ranks.run(go_on, tmp_path, kind, shape, number)
         loaded, saved = ([each[i] for each in results] for i in (0, 1))

@@ -81,7 +81,7 @@ def test_nothing_is_lost_on_four_then_three_then_five_ranks(four_ranks: Ranks, t
     balance = torch.zeros(J, dtype=torch.float64)
     try:
         for number, num_ranks in enumerate((4, 3, 5)):
-            ranks, steps = others.get(num_ranks, four_ranks), range(10 * number, 10 * number + 10)
+            ranks, steps = others.get(num_ranks, four_ranks), range(6 * number, 6 * number + 6)
             applied, *alike = ranks.run(step_on_ranks, files, steps, tmp_path, True)
             assert all(torch.equal(theirs, applied) for theirs in alike)
             files = sorted(tmp_path.glob(f"{num_ranks}-*.pt"))
@@ -98,12 +98,12 @@ def test_nothing_is_lost_on_four_then_three_then_five_ranks(four_ranks: Ranks, t
 
 
 def test_a_killed_run_goes_on_bit_for_bit(four_ranks: Ranks, tmp_path: Path) -> None:
-    steps = range(12)
+    steps = range(8)
     straight = four_ranks.run(step_on_ranks, [], steps, tmp_path, False)
     files = sorted(tmp_path.glob("4-*.pt"))
     first = four_ranks.run(step_on_ranks, [], steps, tmp_path, True)
-    rest = four_ranks.run(step_on_ranks, files, range(10, 15), tmp_path, False)
-    more = four_ranks.run(step_on_ranks, [], range(15), tmp_path, False)
+    rest = four_ranks.run(step_on_ranks, files, range(6, 10), tmp_path, False)
+    more = four_ranks.run(step_on_ranks, [], range(10), tmp_path, False)
     assert torch.equal(first[0] + rest[0], more[0]) and not torch.equal(first[0], straight[0])
 
 
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_bit_for_bit(four_ranks: Ranks, tmp_path: Path) -> 
 def test_what_owners_owe_in_ef21_arrives_among_other_weights() -> None:
     """The aggregate ends at the mean gradient to the bit: with a sum lost on the way it never would."""
     rank, weights = dist.get_rank(), [0.5, 0.25, 0.125, 0.125]
-    algorithm, vector = regtopk.EF21(density=0.05, returned=0.02), nn.Parameter(torch.zeros(J))
+    algorithm, vector = regtopk.EF21(density=0.2, returned=0.1), nn.Parameter(torch.zeros(J))
 
     def run(exchange: regtopk.Exchange, num_steps: int) -> Tensor:
         for _ in range(num_steps):
@@ -129,14 +129,14 @@ def test_what_owners_owe_in_ef21_arrives_among_other_weights() -> None:
     after = regtopk.Exchange([vector], algorithm, weight=weights[rank])
     after.load_state_dict(regtopk.merge_state_dicts(parts))
     mean = sum(weight * grads_of(0, n) for n, weight in enumerate(weights))
-    assert torch.equal(run(after, 200), torch.as_tensor(mean))
+    assert torch.equal(run(after, 30), torch.as_tensor(mean))
 
 
 def test_bytes_do_not_grow_with_the_workers() -> None:
     """As the collectives move them, a rank's own part included; ranks count as the simulator does."""
     numel, moved = 1_000_000, {}
     algorithm = regtopk.TopK(density=0.01, returned=0.01, value_code="4bit")
-    for num_workers in (4, 8, 16):
+    for num_workers in (4, 16):
         cluster = Cluster(algorithm, num_workers=num_workers)
         cluster.step(torch.randn(num_workers, numel, generator=torch.Generator().manual_seed(0)))
         received = float(cluster.last_step.received_bytes.double().mean())

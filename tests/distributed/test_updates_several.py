@@ -216,27 +216,21 @@ TIMES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_checkpoints_go_on_bit_for_bit(
-    two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, tmp_path: Path
-) -> None:
-    {2: two_ranks, 4: four_ranks}[num_ranks].run(resume_all, tmp_path)
-
-
-def resume_all(folder: Path) -> None:
-    for number, options in enumerate(TIMES):
-        with training(REGTOPK, **options) as straight:
-            straight.train_until(7)  # inside a round
-            with regtopk.Checkpoints(folder / str(number)) as checkpoints:
-                checkpoints.save(7, **things_of(straight))
-            straight.train_until(12)
-            expected = straight.result()
-        with training(REGTOPK, **options) as resumed:
-            resumed.train_until(2)  # all of it is replaced
-            with regtopk.Checkpoints(folder / str(number)) as checkpoints:
-                checkpoints.load(**things_of(resumed))
-            resumed.train_until(12)
-            assert same(resumed.result(), expected), options
+@pytest.mark.parametrize("options", TIMES)
+@on_ranks(2)
+def test_checkpoints_go_on_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
+    with training(REGTOPK, **options) as straight:
+        straight.train_until(5)  # inside a round, with a delay while the last is under way
+        with regtopk.Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(5, **things_of(straight))
+        straight.train_until(9)
+        expected = straight.result()
+    with training(REGTOPK, **options) as resumed:
+        resumed.train_until(2)  # all of it is replaced
+        with regtopk.Checkpoints(tmp_path) as checkpoints:
+            checkpoints.load(**things_of(resumed))
+        resumed.train_until(9)
+        assert same(resumed.result(), expected)
 
 
 def things_of(it: Training) -> dict[str, Any]:

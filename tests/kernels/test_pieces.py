@@ -86,8 +86,13 @@ def test_pieces_are_subtracted(name: str, dtype: torch.dtype, make: Make) -> Non
     assert not bool(join_(vector, pieces, start))
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", [(0, 0), (0, 401 * 300 - 1), (1, 3), (3, 17), (4, 150_000), (5, 0)])
+@pytest.mark.parametrize(
+    ("where", "bad"),
+    [
+        ((0, 0), math.nan), ((0, 401 * 300 - 1), -math.inf), ((1, 3), math.inf), ((3, 17), -math.nan),
+        ((4, 150_000), math.nan), ((5, 0), math.inf),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_bad_entry_is_found_anywhere(name: str, where: tuple[int, int], bad: float) -> None:
     for dtype, make in product(DTYPES, (pieces_of, alike)):

@@ -1,8 +1,3 @@
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +11,6 @@ from regtopk.lab.plan.exchange import Work
 from tests.lab.plan.made_up import LINES
 
 HERE = torch.device("cpu")
-CALIBRATE = "from regtopk.lab.plan.calibrate import calibrate; calibrate('cpu', print)"
 
 
 def test_fit_finds_the_line_that_made_the_times_and_no_negative_cost() -> None:
@@ -63,29 +57,10 @@ def test_work_is_timed_in_the_units_that_are_planned(case: cases.Case) -> None:
     assert work.line in LINES and seconds > 0 and max(work.units.values()) >= 2**10
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_processes_calibrate() -> None:
     seen: list[float] = []
     found = calibrate("cpu", seen.append, [cases.pass_points])
     moves = {line for line in LINES if line.startswith("move ")}
     assert found.lines.keys() == {"pass", *moves} and found.lines["pass"]["numel"] > 0
     assert seen == sorted(seen) and seen[-1] == 1 and found.machine == describe_machine("cpu")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_the_processes_end_with_their_caller(tmp_path: Path) -> None:
-    here = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", CALIBRATE], env=here) as caller:
-        while caller.poll() is None and not list(tmp_path.glob("*/store")):  # where the ranks meet
-            time.sleep(0.05)
-        ranks = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
-        caller.send_signal(signal.SIGTERM)
-    assert len(ranks) >= 2 and caller.returncode == -signal.SIGTERM
-    deadline = time.monotonic() + 60
-    while any(map(_is_alive, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(_is_alive, ranks))
-
-
-def _is_alive(pid: str) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "\tZ (zombie)" not in status.read_text()

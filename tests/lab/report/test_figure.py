@@ -59,7 +59,7 @@ def drawn(num_methods: int) -> "Figure":
     return draw(make_run(num_methods))
 
 
-@pytest.mark.parametrize("num_methods", [1, 3, MAX_COLOURS, MAX_COLOURS + 1, len(METHODS)])
+@pytest.mark.parametrize("num_methods", [1, MAX_COLOURS, MAX_COLOURS + 1, len(METHODS)])
 def test_axes_keep_their_size_and_nothing_overlaps(num_methods: int) -> None:
     figure = drawn(num_methods)
     assert len(figure.axes) == len(PANELS) + 1

@@ -142,7 +142,8 @@ def is_fsdp2(module: object) -> bool:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or what a parameter holds, is a DTensor."""
-    return "DTensor" in (type(tensor).__name__, type(tensor.data).__name__)
+    # of a DTensor, .data is a new one and takes long
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
 
 
 def after_backward(callback: Callable[[], None]) -> None:

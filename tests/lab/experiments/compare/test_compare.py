@@ -16,6 +16,7 @@ from regtopk.lab.experiments.tasks import Problem
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 
+pytestmark = pytest.mark.usefixtures("small_products")
 SMALL: dict[str, Any] = {"num_steps": 12, "num_evaluations": 3, "num_workers": 4, "batch_size": 8}
 
 
@@ -25,7 +26,7 @@ def compare(folder: Path, *, resume: bool = False, **settings: Any) -> dict[str,
 
 
 def test_every_algorithm_trains_on_digits(tmp_path: Path) -> None:
-    summary = compare(tmp_path, densities=(0.05,))
+    summary = compare(tmp_path, densities=(0.05,), num_steps=4, num_evaluations=1)
     results = {result["method"]: result for result in summary["results"]}
     assert list(results) == list(ALGORITHMS)
     assert all(0 <= r["mean"] <= 100 and not r["diverged"] for r in results.values())

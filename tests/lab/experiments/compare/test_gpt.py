@@ -3,9 +3,6 @@
 import argparse
 import inspect
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +21,12 @@ from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 
+pytestmark = pytest.mark.usefixtures("small_products")
 TINY: dict[str, Any] = {
-    "task": "gpt", "num_workers": 4, "num_steps": 20, "batch_size": 4, "num_layers": 2, "width": 32,
-    "context": 32, "num_evaluations": 3,
+    "task": "gpt", "num_workers": 4, "num_steps": 10, "batch_size": 2, "num_layers": 2, "width": 16,
+    "context": 16, "num_evaluations": 3,
 }  # fmt: skip
 SHORT: dict[str, Any] = {"num_steps": 8, "num_evaluations": 1}
-
-
-@pytest.fixture(autouse=True)
-def quick_small_products() -> Iterator[None]:
-    """No oneDNN: on an ARM CPU it takes a millisecond for the smallest product."""
-    with ExitStack() as stack:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it speaks of Intel GPUs
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +94,8 @@ def test_dense_gradients_are_a_plain_loop_with_adamw(data: str) -> None:
     ("words", "every", "outer"),
     [
         ("every=1", 1, None),
-        ("every=4:outer=nesterov", 4, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-        ("every=4:outer=nesterov:outer_lr=1:outer_momentum=0", 4, None),  # plain averaging
+        ("every=2:outer=nesterov", 2, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("every=2:outer=nesterov:outer_lr=1:outer_momentum=0", 2, None),  # plain averaging
         ("every=5:outer=sgd:outer_lr=0.5:outer_momentum=0.25", 5, {"lr": 0.5, "momentum": 0.25}),
     ],
 )

@@ -22,7 +22,14 @@ from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 
 QUICK = CompareConfig(
-    **{**PRESETS["smoke"], "num_steps": 4, "num_evaluations": 2, "algorithms": "topk,regtopk", "seeds": "1"}
+    **{
+        **PRESETS["smoke"],
+        "num_steps": 4,
+        "num_evaluations": 2,
+        "algorithms": "topk,regtopk",
+        "seeds": "1",
+        "batch_size": 8,
+    }
 )
 MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
 

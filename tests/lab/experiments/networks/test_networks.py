@@ -22,7 +22,7 @@ def make(name: str, num_outputs: int = 10, seed: int = 0) -> nn.Module:
 def inputs_of(name: str) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     if name == "gpt":
-        return torch.randint(10, (2, 32), generator=generator)
+        return torch.randint(10, (2, 8), generator=generator)
     return torch.randn(2, 3, 16, 16, generator=generator)
 
 
@@ -84,10 +84,10 @@ def test_parameters_of_norms_may_stay_in_float32(name: str) -> None:
 def test_gpt_does_not_see_what_comes() -> None:
     network, tokens = make("gpt"), inputs_of("gpt")
     changed = tokens.clone()
-    changed[:, 20] = (changed[:, 20] + 1) % 10
+    changed[:, 5] = (changed[:, 5] + 1) % 10
     one, other = network(tokens), network(changed)
-    assert torch.equal(one[:, :20], other[:, :20])
-    assert (one[:, 20:] != other[:, 20:]).any(-1).all()
+    assert torch.equal(one[:, :5], other[:, :5])
+    assert (one[:, 5:] != other[:, 5:]).any(-1).all()
 
 
 def test_the_small_network_takes_grey_images_too() -> None:

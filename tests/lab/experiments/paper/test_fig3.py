@@ -38,8 +38,8 @@ def test_a_preset_evaluates_at_round_steps_and_its_network_takes_its_images(pres
 
 
 def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
-    command = ["reproduce", "fig3", "--preset", "smoke", "--set", "num_steps=60", "--deterministic"]
-    command += ["--out", str(tmp_path), "--json"]
+    command = ["reproduce", "fig3", "--preset", "smoke", "--set", "num_steps=24", "--deterministic"]
+    command += ["--set", "num_evaluations=8", "--out", str(tmp_path), "--json"]
     summary = json.loads(runner.invoke(app, command, catch_exceptions=False).stdout)
     seeds = {r["method"]: r["seeds"] for r in summary["results"]}
     assert seeds == {"dense": [0, 1], "topk": [0, 1], "regtopk:mu=1": [0, 1]}
