@@ -1,5 +1,6 @@
 """What tests of several folders need."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -34,3 +35,8 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs have a page without figures, which take a second to draw."""
     monkeypatch.setattr("regtopk.lab.report.page.draw_files", lambda *_: None)
     monkeypatch.setattr("regtopk.lab.report.page.draw_inline", lambda *_, **__: "")
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now never goes: garbage is looked for among the rest alone."""
+    gc.freeze()

@@ -82,7 +82,7 @@ def test_resumed_in_new_processes_bit_for_bit(two_ranks: Ranks, new_ranks: Ranks
 
 
 def train(folder: Path, is_resumed: bool) -> list[Any]:
-    """What 20 steps end with, if they are saved after 10 of them, or resumed there."""
+    """What 10 steps end with, if they are saved after 5 of them, or resumed there."""
     results = []
     for name in ALGORITHMS:
         training, path = Training(name), folder / f"{name}-rank{dist.get_rank()}.pt"
@@ -90,9 +90,9 @@ def train(folder: Path, is_resumed: bool) -> list[Any]:
             if is_resumed:
                 training.load(path)
             else:
-                training.train_until(10)
+                training.train_until(5)
                 training.save(path)
-            training.train_until(20)
+            training.train_until(10)
             results.append(training.result())
     return results
 
