@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 SEGMENT_BYTES, HEADER_BYTES = 1448, 66 + 66 / 2  # payload of a frame, its header and half an acknowledgement
 CHUNK_S = 2e-3  # of the link, that is read at once, in whole frames
 MOST_FRAMES = 45
-AHEAD_S = 2e-3  # so early a chunk may be read: a wake-up that is late by less wastes nothing of the link
+AHEAD_S = 10e-3  # so early a chunk may be read: a wake-up that is late by less wastes nothing of the link
 MOST_UNDER_WAY = 2**23  # bytes of one direction
 HIGH_BYTES = range(39, 62)  # of a door's port: below all ports that a kernel gives to sockets by itself
 Address = tuple[str, int]
