@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import steps_to_target
-from benchmarks.slow_network import against_plan, delays_against_plan, gpt_tables
-from benchmarks.slow_network.gpt_methods import BYTES_PER_PARAMETER, EVERY
+from benchmarks.slow_network import against_plan, delays_against_plan
 from benchmarks.slow_network.methods import ACCURACY_METHODS, STEP_METHODS
 from benchmarks.slow_network.methods import Method as Measured
 from benchmarks.slow_network.results import with_headers
@@ -107,34 +106,16 @@ def check_accuracy() -> Failures:
 
 
 def check_gpt() -> Failures:
-    """The race of the GPT: its summary, its page, and what it claims."""
+    """What docs/when-it-pays.md claims of the race of the GPT to 2.6 nats (run at commit bc6f8c3)."""
     content = json.loads((RESULTS / "slow-network-gpt.json").read_text(encoding="utf-8"))
     plan, summary = content["plan"], content["summary"]
-    if summary != json.loads(json.dumps(gpt_tables.summarise(content))):
-        yield "the summary of slow-network-gpt.json must be that of its rows"
-    readme = (ROOT / "benchmarks" / "slow_network" / "README.md").read_text(encoding="utf-8")
-    yield from (
-        f"benchmarks/slow_network/README.md must have the line {line}"
-        for line in gpt_tables.tables(content).splitlines()
-        if line not in readme
-    )
     seconds = {e["method"]: e["seconds"] for e in summary["to_losses"] if e["loss"] == plan["target"]}
     for link, times in (("100 Mbit/s", 10), ("10 Mbit/s", 50)):
         for method in ("updates:2", "updates:4"):
             if seconds["dense"][link] < times * seconds[method][link]:
                 yield f"{method} must be {times} times as soon as dense at {link}"
-    if {(row["method"], row["lr"]) for row in content["search"]} != {
-        (m, lr) for m in EVERY for lr in plan["lrs"]
-    }:
-        yield "all methods of the GPT's race must have tried the same learning rates"
     if {row["seed"] for row in content["search"]} & {row["seed"] for row in content["race"]}:
         yield "learning rates must be searched on a seed that is not raced"
-    for row in content["race"]:
-        most = (row["workers"] - 1) * BYTES_PER_PARAMETER * row["params"]
-        if row["method"].startswith("updates") and row["sent_bytes"] > most:
-            yield f"{row['method']} must keep to {most} bytes, got {row['sent_bytes']}"
-    if summary["latency"]["ratio"] > 1.1:
-        yield f"latency must cost less than a tenth, got {summary['latency']['ratio']}"
 
 
 def check_regtopk() -> Failures:

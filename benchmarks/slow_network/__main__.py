@@ -1,27 +1,26 @@
 """Is compression worth it on a slow network? Measured on links that really are that slow.
 
+    python -m benchmarks.slow_network probe      which links this machine can shape, and how well, in seconds
     python -m benchmarks.slow_network steps      how long a step takes with each method on each link
     python -m benchmarks.slow_network accuracy   how long training to the same accuracy takes
+    python -m benchmarks.slow_network gpt        how long a GPT takes to the same loss with each method
     python -m benchmarks.slow_network delays     what a delay hides of a slow link, and what it costs
-    python -m benchmarks.slow_network gpt        how long a GPT takes to the same loss, and what latency costs
     python -m benchmarks.slow_network clean      remove what killed runs left behind
 
-N processes in N network namespaces, joined by shaped links, train with DDP over gloo. Needs Linux, root and
-iproute2; touches no network interface but those it makes. See README.md beside this file.
+N processes, joined by shaped links, train with DDP over gloo. Links are the kernel's, between network
+namespaces, where it is Linux with root and iproute2; else a process passes bytes on. No network interface is
+touched but those made here. See README.md beside this file.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from benchmarks.slow_network import delays
+from benchmarks.slow_network import delays, probe
 from benchmarks.slow_network.gpt_race import GptRace
 from benchmarks.slow_network.launch import launch
-from benchmarks.slow_network.links import Links
+from benchmarks.slow_network.links import links_of
 from benchmarks.slow_network.memory import check_memory
 from benchmarks.slow_network.namespaces import (
-    Namespaces,
     NetworkError,
     check_possible,
     left_behind,
@@ -31,7 +30,7 @@ from benchmarks.slow_network.namespaces import (
 from benchmarks.slow_network.options import parser
 from benchmarks.slow_network.race import Race
 from benchmarks.slow_network.results import Results, accuracy_table, step_table
-from regtopk.errors import ArgumentError
+from regtopk.errors import RegtopkError
 
 INTERRUPTED = 130
 
@@ -42,10 +41,9 @@ def main(words: list[str] | None = None) -> int:
     options = parser(__doc__).parse_args(words)
     command = "python -m benchmarks.slow_network " + " ".join(words)
     try:
-        check_possible()
         with signals_raise():
             MEASUREMENTS[options.measurement](options, command)
-    except (NetworkError, ArgumentError) as error:
+    except (NetworkError, RegtopkError) as error:
         print(f"slow_network: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -67,16 +65,16 @@ def measure_steps(options: argparse.Namespace, command: str) -> None:
             "least_steps": options.least_steps,
             "most_steps": options.most_steps,
         }
-        with links_of(num_workers, options.latency) as links:
+        with links_of(num_workers, options.latency, options.shaper) as links:
             for row in launch("benchmarks.slow_network.step_time", job, links):
-                results.add("steps", row)
+                results.add("steps", {**row, "shaper": links.shaper})
                 print(step_table([row]).splitlines()[-1], file=sys.stderr, flush=True)
     print(step_table(results.content["steps"]))
 
 
 def measure_accuracy(options: argparse.Namespace, command: str) -> None:
     race = Race(options, Results(options.out, command))
-    with links_of(options.workers) as links:
+    with links_of(options.workers, shaper=options.shaper) as links:
         race.try_dense(links)
         race.try_methods(links)
         race.run_on_link(links)
@@ -84,50 +82,33 @@ def measure_accuracy(options: argparse.Namespace, command: str) -> None:
 
 
 def measure_gpt(options: argparse.Namespace, command: str) -> None:
-    race = GptRace(options, command)
-    with links_of(options.workers) as links:
-        if "search" in options.parts:
-            race.search(links)
-        if "race" in options.parts:
-            race.race(links)
-        if "steps" in options.parts:
-            race.measure_steps(links)
-        if "latency" in options.parts:
-            race.measure_latency(links)
-    if "latency" in options.parts:
-        with links_of(options.workers, race.plan.latency_s) as links:
-            race.measure_latency(links)
-    print(race.summary())
+    print(GptRace(options, command).run())
 
 
 def measure_delays(options: argparse.Namespace, command: str) -> None:
-    print(delays.measure(options, command, links_of))
+    print(delays.measure(options, command))
+
+
+def measure_links(options: argparse.Namespace, command: str) -> None:
+    for line in probe.lines(options.workers, options.link, options.latency):
+        print(line, flush=True)
 
 
 def clean(options: argparse.Namespace, command: str) -> None:
+    check_possible()
     names = left_behind()
     remove(names)
     print(f"removed {', '.join(names)}" if names else "nothing was left behind")
 
 
 MEASUREMENTS = {
+    "probe": measure_links,
     "steps": measure_steps,
     "accuracy": measure_accuracy,
     "gpt": measure_gpt,
     "delays": measure_delays,
     "clean": clean,
 }
-
-
-@contextmanager
-def links_of(num_workers: int, latency_s: float = 0.0) -> Iterator[Links]:
-    """Links that are removed whatever happens."""
-    links = Links(Namespaces(num_workers), latency_s)
-    try:
-        links.add()
-        yield links
-    finally:
-        links.remove()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.slow_network.methods import Method
@@ -103,7 +102,7 @@ class Training:
         target, every = job["target"], job["evaluate_every"]
         clock_s, curve, has_reached = 0.0, [], False
         for first in range(0, most_steps, every):
-            dist.barrier()
+            self.rank.gathered()
             start = time.perf_counter()
             for number in range(first, first + every):
                 step(number)
@@ -133,6 +132,5 @@ class Training:
         """Percent of the test images; every rank looks at its share."""
         rank, count = self.rank.index, self.rank.num_workers
         images, labels = self.images.test[rank::count], self.images.test_labels[rank::count]
-        num_right: Tensor = (network(images).argmax(-1) == labels).sum()
-        dist.all_reduce(num_right)
-        return 100 * int(num_right) / len(self.images.test_labels)
+        num_right = int((network(images).argmax(-1) == labels).sum())
+        return 100 * self.rank.total(num_right) / len(self.images.test_labels)

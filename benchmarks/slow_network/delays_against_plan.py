@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.slow_network.against_plan import UNSHAPED_BITS_PER_S
-from benchmarks.slow_network.delays import ALONE, BANDWIDTHS, LATENCY_S, METHODS
-from benchmarks.slow_network.gpt_methods import IMPUTE, VALUE_CODE, every_of, num_entries
+from benchmarks.slow_network.delays import ALONE, BANDWIDTHS, LATENCY_S, METHODS, words_of
 from regtopk.core.link import Link
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import Workload
@@ -22,13 +21,6 @@ from regtopk.lab.plan.predict import Situation, predict
 
 RESULTS = Path(__file__).parents[1] / "results"
 LINKS = ((None, 0.0), *((bandwidth, LATENCY_S) for bandwidth in BANDWIDTHS))
-
-
-def words_of(method: str, numel: int) -> str:
-    """A method of the measurement in the words of `regtopk plan`."""
-    density = num_entries(numel, every_of(method)) / numel
-    words = f"topk:density={density}:value_code={VALUE_CODE}:impute={IMPUTE}:exchange=updates"
-    return ":".join([words, f"every={every_of(method)}", *method.split(":")[2:]])
 
 
 def table(steps: list[dict[str, Any]], costs: Calibration) -> str:

@@ -1,65 +1,71 @@
-"""What is trained in the race of the GPT, how far, with which learning rates: settled before it is run."""
+"""What `regtopk plan` says of a method of the race, told what work costs where all ranks share a machine."""
 
-from dataclasses import dataclass
+import multiprocessing as mp
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from statistics import median
 
+import torch
 
-@dataclass(frozen=True)
-class Plan:
-    """One size of the race.
-
-    Args:
-        num_layers, width, context: of the GPT.
-        batch_size: windows of a rank and step.
-        num_steps: of a run; the learning rate rises in the first `warm_up` steps, and falls linearly to zero.
-            PowerSGD sends dense gradients during the warm-up.
-        target: the test loss that all must reach, in nats per character.
-        losses: above it, that a table shows too.
-        lrs: that all methods try on `search_seed`, in `search_steps` steps.
-        claim_seeds: of what counts.
-        stretch: steps from one evaluation to the next in the race: whole rounds of every method.
-        num_tested: windows of the test.
-        link, slow_link: bits per second.
-        seconds: for which a method's steps are measured on a link, in at least 2 rounds and at most 8.
-        latency_s: one way, of the links where latency is measured.
-        latency_batch_size: windows of a rank and step there.
-        latency_stretches: how many, of 4 rounds each, are measured with latency, and without.
-    """
-
-    num_layers: int = 2
-    width: int = 384
-    context: int = 32
-    batch_size: int = 1
-    num_steps: int = 640
-    warm_up: int = 64
-    target: float = 2.6
-    losses: tuple[float, ...] = (2.9, 2.8, 2.7)
-    lrs: tuple[float, ...] = (0.0005, 0.001, 0.002)
-    search_steps: int = 256
-    search_seed: int = 0
-    claim_seeds: tuple[int, ...] = (1, 2, 3)
-    stretch: int = 32
-    num_tested: int = 128
-    link: float = 100e6
-    slow_link: float = 10e6
-    seconds: float = 25.0
-    latency_s: float = 0.05
-    latency_batch_size: int = 20
-    latency_stretches: int = 4
-
-
-FULL = Plan()
-QUICK = Plan(
-    width=64,
-    num_steps=32,
-    warm_up=8,
-    target=3.6,
-    losses=(4.0,),
-    lrs=(0.004,),
-    claim_seeds=(1, 2),
-    search_steps=16,
-    stretch=16,
-    num_tested=16,
-    seconds=0.5,
-    latency_batch_size=1,
-    latency_stretches=2,
+from benchmarks.slow_network.gpt_picked import Picked
+from regtopk.core.link import Link
+from regtopk.lab.plan.calibrate import (
+    IMPUTE,
+    calibrate,
+    hook_points,
+    pass_points,
+    request_points,
+    sparse_points,
 )
+from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.exchange import INDEX_CODE, Workload, exchange_of
+from regtopk.lab.plan.methods import FP16, PLANNED, PlannedMethod
+from regtopk.lab.plan.predict import step_time_s
+
+
+def planned(picked: Picked) -> PlannedMethod | None:
+    """A method as the planner knows it; None if it does not. Two bytes per gradient are its fp16 hook."""
+    method = picked.method
+    if picked.is_plain:
+        return FP16
+    if method.algorithm not in PLANNED or method.index_code not in ("", INDEX_CODE):
+        return None
+    density = method.options.get("density", 1.0)
+    assert isinstance(density, float)
+    return PlannedMethod.of(method, density, str(method.options.get("value_code", "float32")))
+
+
+def predicted_step_s(
+    picked: Picked, numel: int, num_workers: int, link: Link, costs: Calibration
+) -> float | None:
+    """The time of a step. gloo takes what lies on a GPU as it takes what does not: by the processor."""
+    method = planned(picked)
+    if method is None:
+        return None
+    by_processor = replace(costs, machine={**costs.machine, "device": "cpu"})
+    return step_time_s(exchange_of(method, Workload.of_size(numel), num_workers), link, by_processor)
+
+
+def shared_costs(device: str, num_workers: int, methods: Sequence[Picked]) -> Calibration:
+    """What the work of some methods costs while as many processes calibrate at once: the median of theirs."""
+    codes = sorted(
+        {method.value_code for picked in methods if (method := planned(picked))} - {FP16.value_code}
+    )
+    with ProcessPoolExecutor(num_workers, mp_context=mp.get_context("spawn")) as processes:
+        found = list(processes.map(_costs, [device] * num_workers, [codes] * num_workers))
+    lines = {
+        name: {unit: median(costs.lines[name][unit] for costs in found) for unit in line}
+        for name, line in found[0].lines.items()
+    }
+    return Calibration(found[0].machine, lines)
+
+
+def _costs(device: str, codes: Sequence[str]) -> Calibration:
+    torch.set_num_threads(1)  # as a rank has
+    sparse = [
+        partial(sparse_points, code=code, impute=impute) for code, impute in product(codes, (0.0, IMPUTE))
+    ]
+    return calibrate(device, lambda share: None, of=[pass_points, *sparse, request_points, hook_points])

@@ -1,30 +1,37 @@
-"""Time to a loss: learning rates on the unshaped link, then the race on the real one; what latency costs."""
+"""Time to a loss on a shaped link by real ranks: methods as they were picked in the simulator."""
 
 import argparse
-import json
-import math
 import sys
-from dataclasses import asdict
-from itertools import product
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
 from typing import Any
 
-from benchmarks.slow_network.gpt_methods import EVERY, WORDS
-from benchmarks.slow_network.gpt_plan import FULL, QUICK
-from benchmarks.slow_network.gpt_tables import summarise, tables
-from benchmarks.slow_network.launch import launch
-from benchmarks.slow_network.library import library_sources
-from benchmarks.slow_network.links import Links
-from benchmarks.slow_network.results import Results, Row
-from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.data.text import load_text
+import torch
 
-KINDS = ("search", "race", "steps", "latency")
-UNSHAPED = ("dense", "fp16")  # half an hour on the link
-LATENCY_METHOD = "updates:4"
+from benchmarks.slow_network.gpt_picked import Picked, Recorded, read_picked
+from benchmarks.slow_network.gpt_plan import predicted_step_s, shared_costs
+from benchmarks.slow_network.gpt_table import link_words, said, table
+from benchmarks.slow_network.launch import launch
+from benchmarks.slow_network.links import Links, links_of
+from benchmarks.slow_network.namespaces import NetworkError
+from benchmarks.slow_network.results import Results
+from regtopk.core.link import Link
+from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.settings import settings_of
+from regtopk.lab.experiments.tasks.deep import Gpt
+from regtopk.lab.plan.costs import Calibration
+
+KINDS = ("link", "compute", "race")
+WARM_UP = 3  # steps, and a round: DDP makes its buckets anew after the first
+COMPUTE_STEPS, COMPUTE_STRETCHES = 8, 3
+MOST_BUSY = 0.9  # of a core, that a relay may take
 
 
 class GptRace:
-    """The runs of one comparison. Searches that are recorded are not run again; what is timed always is.
+    """The runs of one race. What the file of results holds is not run again.
 
     Args:
         options: of the command line.
@@ -33,101 +40,145 @@ class GptRace:
 
     def __init__(self, options: argparse.Namespace, command: str) -> None:
         self.options = options
-        self.plan = QUICK if options.quick else FULL
-        # refuses a file that is no text
-        load_text(options.data, sources=library_sources, window=self.plan.context + 1)
+        self.recorded = read_picked(options.picked)
+        self.target = self.recorded.target(options.target_of, options.target_at)
         self.results = Results(options.out, command, KINDS)
-        plan = json.loads(json.dumps(asdict(self.plan)))
-        if self.results.content.setdefault("plan", plan) != plan:
-            raise ArgumentError(f"out must hold results of the same plan, but {options.out} has another")
+        settings = self.settings()
+        if self.results.content.setdefault("settings", settings) != settings:
+            raise ArgumentError(f"out must hold results of the same race, but {options.out} has another")
 
-    def search(self, links: Links) -> None:
-        """Every method with every learning rate on the unshaped link: shorter, on a seed of its own."""
-        plan = self.plan
-        training = {"num_steps": plan.search_steps, "stretch": plan.search_steps, "target": None}
-        runs = [self._run(method, lr, plan.search_seed) | training for method in EVERY for lr in plan.lrs]
-        recorded = [(row["method"], row["lr"]) for row in self._rows("search")]
-        self._launch("search", [r for r in runs if (r["method"], r["lr"]) not in recorded], links)
-
-    def race(self, links: Links) -> None:
-        """Every method with its best learning rate and every seed, until it reaches the target.
-
-        The first seed trains on the link, but for DDP's dense and fp16 gradients. All else trains on the
-        unshaped link, where every bit is the same, unless all are to be raced for real.
-        """
-        plan = self.plan
-        runs = []
-        for seed, method in product(plan.claim_seeds, EVERY):
-            is_on_link = self.options.real or (seed == plan.claim_seeds[0] and method not in UNSHAPED)
-            run = self._run(method, self.best_lr(method), seed, plan.link if is_on_link else None)
-            runs.append({**run, "num_steps": plan.num_steps, "target": plan.target})
-        self.results.content["race"] = []
-        self._launch("race", runs, links)
-
-    def measure_steps(self, links: Links) -> None:
-        """Some steps of every method on both links, in whole rounds."""
-        plan = self.plan
-        runs = []
-        for bandwidth in (plan.link, plan.slow_link):
-            for method, every in EVERY.items():
-                run = self._run(method, self.best_lr(method), plan.claim_seeds[0], bandwidth)
-                runs.append({**run, "stretch": every, "seconds": plan.seconds, "most_stretches": 8})
-        self._launch("steps", runs, links)
-
-    def measure_latency(self, links: Links) -> None:
-        """Steps of one method, on links that have latency or not."""
-        plan = self.plan
-        run = self._run(LATENCY_METHOD, self.best_lr(LATENCY_METHOD), plan.claim_seeds[0], plan.link)
-        stretch = 4 * EVERY[LATENCY_METHOD]
-        run |= {"batch_size": plan.latency_batch_size, "stretch": stretch, "seconds": math.inf}
-        self._launch("latency", [run | {"most_stretches": plan.latency_stretches}], links)
-
-    def summary(self) -> str:
-        """The tables; what they say is kept beside the rows."""
-        content = self.results.content
-        content["summary"] = summarise(content)
-        self.results.write()
-        return tables(content)
-
-    def best_lr(self, method: str) -> float:
-        """The learning rate with the lowest test loss at the end of the search.
-
-        Raises:
-            ArgumentError: there was no search.
-        """
-        found = [row for row in self._rows("search") if row["method"] == method]
-        if not found:
-            raise ArgumentError(f"learning rates must be searched first, there are none of {method}")
-        lr: float = min(found, key=lambda row: row["curve"][-1][1])["lr"]
-        return lr
-
-    def _run(self, method: str, lr: float, seed: int, bandwidth: float | None = None) -> dict[str, Any]:
-        plan = self.plan
+    def settings(self) -> dict[str, Any]:
+        """What all rows of a file share."""
+        options, config = self.options, self.recorded.config
+        names = ("num_workers", "num_steps", "batch_size", "num_layers", "width", "context", "precision")
+        rule = f"the mean loss of {options.target_of!r} after {options.target_at:g} of its steps"
         return {
-            "method": method,
-            "lr": lr,
-            "seed": seed,
-            "bandwidth_bits_per_s": bandwidth,
-            "batch_size": plan.batch_size,
-            "stretch": plan.stretch,
+            "picked": [str(folder) for folder in options.picked],
+            "text_sha256": self.recorded.text_sha256,
+            **{name: getattr(config, name) for name in names},
+            "seed": self.seed,
+            "target": self.target,
+            "target_is": rule,
+            "bandwidth_bits_per_s": options.link,
+            "latency_s": options.latency,
+            "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(),
         }
 
-    def _rows(self, kind: str) -> list[Row]:
-        rows: list[Row] = self.results.content[kind]
-        return [row for row in rows if row["workers"] == self.options.workers]
+    @property
+    def seed(self) -> int:
+        """The first that all methods were recorded with."""
+        shared = set.intersection(*(set(picked.curves) for picked in self.methods))
+        if not shared:
+            raise ArgumentError("picked must have a seed that all methods share, got none")
+        return min(shared)
 
-    def _launch(self, kind: str, runs: list[dict[str, Any]], links: Links) -> None:
-        if not runs:
+    @property
+    def methods(self) -> list[Picked]:
+        """That are raced: all, or those whose words begin as the options say."""
+        found = self.recorded.methods
+        return [m for m in found if not self.options.only or m.label in self.options.only]
+
+    def run(self) -> str:
+        """Check the link, time the computation, race what is missing, and predict."""
+        options, num_workers = self.options, self.recorded.config.num_workers
+        with tempfile.TemporaryDirectory() as folder:
+            examples = Path(folder) / "examples.pt"
+            save_examples(self.recorded, options.data, examples)
+            with links_of(num_workers, options.latency, options.shaper) as links:
+                self.results.content["shaper"] = links.shaper
+                if not self.results.content["link"]:
+                    check_link(links, options.link, self.results)
+                self._launch([*self._compute_runs(), *self._race_runs()], examples, links)
+        self._predict()
+        self.results.write()
+        return table(self.results.content)
+
+    def _compute_runs(self) -> Iterator[dict[str, Any]]:
+        """Steps of each optimizer without an exchange, on all ranks at once."""
+        config = self.recorded.config
+        for name in dict.fromkeys(picked.method.optimizer for picked in self.methods):
+            # its only round would come after the last step
+            words = f"dense:exchange=updates:every={config.num_steps}:optimizer={name}:lr=0.001"
+            stretch = min(COMPUTE_STEPS, (config.num_steps - 1) // COMPUTE_STRETCHES)
+            times = {"stretch": stretch, "num_stretches": COMPUTE_STRETCHES, "warm_up": WARM_UP}
+            yield {"method": name, "words": words, "bandwidth_bits_per_s": None, **times}
+
+    def _race_runs(self) -> Iterator[dict[str, Any]]:
+        options = self.options
+        for picked in self.methods:
+            needed = picked.steps_to(self.target, self.seed)
+            yield {
+                "method": picked.label,
+                "words": picked.words,
+                "warm_up": WARM_UP + picked.method.rounds.every,
+                "stops": [step for step, _ in picked.curves[self.seed] if step > 0],
+                "target": self.target,
+                "needed": None if needed == inf else needed,
+                "timed_steps": options.timed_steps,
+                "most_seconds": options.most_seconds,
+                "bandwidth_bits_per_s": options.link,
+            }
+
+    def _launch(self, runs: list[dict[str, Any]], examples: Path, links: Links) -> None:
+        content = self.results.content
+        done = {row["words"] for kind in ("compute", "race") for row in content[kind]}
+        missing = [{**run, "seed": self.seed} for run in runs if run["words"] not in done]
+        if not missing:
             return
         job = {
-            "plan": asdict(self.plan),
-            "runs": runs,
+            "config": settings_of(self.recorded.config),
+            "device": self.options.device,
+            "examples": str(examples),
+            "runs": missing,
             "latency_s": links.latency_s,
-            "data": self.options.data and str(self.options.data),
         }
         for row in launch("benchmarks.slow_network.gpt_training", job, links):
-            self.results.add(kind, row)
-            said = f"{kind}: {WORDS[row['method']]}, lr {row['lr']:g}: {row['step_s']:.3f} s a step"
-            if "curve" in row:
-                said += f", test loss {row['curve'][-1][1]:.3f} after {row['steps']} steps"
-            print(said, file=sys.stderr, flush=True)
+            self.results.add("race" if "curve" in row else "compute", row)
+            print(said(row), file=sys.stderr, flush=True)
+
+    def _predict(self) -> None:
+        """What the planner says, beside what was measured."""
+        content, options = self.results.content, self.options
+        num_workers = self.recorded.config.num_workers
+        if options.calibration is not None:
+            costs = Calibration.read(options.calibration)
+        elif "calibration" in content:
+            costs = Calibration(**content["calibration"])
+        else:
+            print("calibrating", file=sys.stderr, flush=True)
+            costs = shared_costs(options.device, num_workers, self.methods)
+        content["calibration"] = {"machine": costs.machine, "lines": costs.lines}
+        compute_s = {row["method"]: row["step_s"] for row in content["compute"]}
+        for picked in self.methods:
+            for row in content["race"]:
+                if row["words"] == picked.words:
+                    link = Link(options.link, options.latency, compute_s[picked.method.optimizer])
+                    step_s = predicted_step_s(picked, row["params"], num_workers, link, costs)
+                    row["predicted_step_s"] = step_s
+                    steps = row["needed_steps"]
+                    row["predicted_s"] = None if step_s is None or steps is None else step_s * steps
+
+
+def save_examples(recorded: Recorded, data: str, path: Path) -> None:
+    """Read the text once for all ranks; refused if it is not the record's."""
+    config = recorded.config
+    examples = Gpt.load(replace(config, data=data or config.data))
+    if examples.fingerprint != recorded.text_sha256:
+        raise ArgumentError(
+            f"data must be the text of the record, whose hash is {recorded.text_sha256}, got "
+            f"{examples.fingerprint} (without data it is torch's sources, which differ by version)"
+        )
+    torch.save(tuple(examples), path)
+
+
+def check_link(links: Links, bandwidth: float | None, results: Results) -> None:
+    """Known transfers on the links before anything is raced; a relay that cannot keep up is refused."""
+    job = {"bandwidths_bits_per_s": [bandwidth], "latency_s": links.latency_s}
+    for row in launch("benchmarks.slow_network.link_check", job, links):
+        results.add("link", row)
+        print(link_words(row), file=sys.stderr, flush=True)
+        if row.get("relay_busy", 0.0) > MOST_BUSY:
+            raise NetworkError(
+                f"the relay must take at most {MOST_BUSY:.0%} of a core, or it is slower than the links, got "
+                f"{row['relay_busy']:.0%}"
+            )

@@ -1,7 +1,7 @@
-"""One process a namespace, with the environment that torchrun makes for N nodes: as on N machines.
+"""One process for each rank, in its namespace if it has one, as on N machines.
 
 Rank 0 prints one JSON record a line, which come back here. A record {"ask": bandwidth} asks for links of that
-bandwidth; the answer is a file, as all namespaces see the same file system.
+bandwidth; the answer is a file, as all ranks see the same file system. They meet in a file there too.
 """
 
 import ctypes
@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.slow_network.links import Links
-from benchmarks.slow_network.namespaces import INTERFACE, NetworkError
+from benchmarks.slow_network.namespaces import NetworkError
 
-PORT = 29500
 NAMESPACES = "/run/netns"  # where `ip netns` keeps them
 NETWORK = 0x40000000  # CLONE_NEWNET
 Record = dict[str, Any]
-_forks = mp.get_context("forkserver")  # imports torch once for all ranks
+_forks: Any = mp.get_context("forkserver")  # imports torch once for all ranks
 _forks.set_forkserver_preload(["benchmarks.preloaded"])
 
 
@@ -51,7 +50,7 @@ def launch(module: str, job: Mapping[str, Any], links: Links) -> Generator[Recor
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         ranks: list[Started] = []
         try:
-            for rank in range(links.namespaces.num_workers):
+            for rank in range(links.num_workers):
                 ranks.append(_start(module, rank, folder, links))
             num_asked = 0
             for record in _records(ranks, folder):
@@ -70,19 +69,11 @@ def launch(module: str, job: Mapping[str, Any], links: Links) -> Generator[Recor
 
 
 def _start(module: str, rank: int, folder: Path, links: Links) -> Started:
-    namespaces = links.namespaces
-    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(namespaces.num_workers)}
-    master = {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": str(PORT)}
+    place = {"RANK": str(rank), "WORLD_SIZE": str(links.num_workers), "SLOW_NETWORK_FOLDER": str(folder)}
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")}
-    surroundings = {
-        **threads,
-        **place,
-        **master,
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "SLOW_NETWORK_FOLDER": str(folder),
-    }
+    surroundings = {**threads, **place, **links.surroundings(rank)}
     printed, theirs = _forks.Pipe(duplex=False)
-    args = module, namespaces.workers[rank], surroundings, folder / f"said-{rank}", theirs
+    args = module, links.namespace(rank), surroundings, folder / f"said-{rank}", theirs
     process = _forks.Process(target=_run_rank, args=args, daemon=True)
     process.start()
     theirs.close()
@@ -90,15 +81,16 @@ def _start(module: str, rank: int, folder: Path, links: Links) -> Started:
 
 
 def _run_rank(
-    module: str, namespace: str, surroundings: dict[str, str], said: Path, printed: Connection
+    module: str, namespace: str | None, surroundings: dict[str, str], said: Path, printed: Connection
 ) -> None:
-    """A rank's whole life, in its namespace; what it prints and says goes where the caller reads it."""
+    """A rank's whole life, in its namespace if it has one; its caller reads what it prints and says."""
     os.setsid()  # Ctrl-C reaches the caller alone, which then ends the ranks
     if not said.parent.exists():
         return  # the caller was interrupted before it knew of this rank
     os.dup2(printed.fileno(), 1)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-    _enter(namespace)
+    if namespace is not None:
+        _enter(namespace)
     os.environ |= surroundings
     importlib.import_module(module).main()
 

@@ -1,69 +1,62 @@
-"""Links of a given bandwidth and delay between the workers and the switch.
+"""Links of a given bandwidth and latency between the workers.
 
 Both ends of a link are shaped by a token bucket (tc tbf): what a worker sends at its own end, what it
 receives at the switch's. The bucket is small, a quarter of a millisecond of the link but at least 4 kB (a few
 frames), so that short messages do not ride for free; the queue is long enough that nothing is dropped. Delay
-is the kernel's (netem) where it has that, else frames take a way through a relay (relay.py).
+is netem's. Where the kernel has none of that, bytes pass a relay (relayed.py).
 """
 
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from benchmarks.slow_network.namespaces import INTERFACE, Namespaces, NetworkError, command
+from benchmarks.slow_network.namespaces import (
+    INTERFACE,
+    Namespaces,
+    NetworkError,
+    check_possible,
+    command,
+)
+from benchmarks.slow_network.relayed import RelayedLinks
 
 BURST_S = 0.25e-3
 SMALLEST_BURST_BYTES = 4096
 QUEUE_BYTES = 4_000_000
-RELAY = Path(__file__).with_name("relay.py")
+SHAPERS = ("auto", "tc", "relay")
 
 
-@dataclass(frozen=True)
-class Link:
-    """What joins a worker to the switch.
-
-    Args:
-        bandwidth_bits_per_s: in each direction; None for as fast as the machine moves bytes.
-        latency_s: added to every frame from one worker to another.
-    """
-
-    bandwidth_bits_per_s: float | None = None
-    latency_s: float = 0.0
-
-
-class Links:
-    """The links of all workers; every link is alike.
+class KernelLinks:
+    """The links of all workers, each in a network namespace of its own; every link is alike.
 
     Args:
-        namespaces: whose links.
+        num_workers: how many.
         latency_s: of all links, for as long as they are there; the bandwidth may change.
     """
 
-    def __init__(self, namespaces: Namespaces, latency_s: float = 0.0) -> None:
-        self.namespaces = namespaces
-        self.latency_s = latency_s
+    shaper = "tc"
+
+    def __init__(self, num_workers: int, latency_s: float = 0.0) -> None:
+        self.namespaces = Namespaces(num_workers)
+        self.num_workers, self.latency_s = num_workers, latency_s
         self.bandwidth_bits_per_s: float | None = None
-        self.relay: subprocess.Popen[str] | None = None
-        self._delays_in_kernel = False
 
     def add(self) -> None:
         """Lay the links, unshaped."""
         self.namespaces.add()
-        self._delays_in_kernel = self.latency_s > 0 and kernel_can_delay(self.namespaces.switch)
-        if self.latency_s > 0 and not self._delays_in_kernel:
-            self._start_relay()
-        else:
-            self.namespaces.add_veth()
+        self.namespaces.add_veth()
         self.namespaces.connect()
         self.shape(None)
 
     def remove(self) -> None:
         """Remove the links and the namespaces; works half-way too."""
         self.namespaces.remove()
-        if self.relay is not None:
-            self.relay.communicate()
-            self.relay = None
+
+    def surroundings(self, rank: int) -> dict[str, str]:
+        """The environment of a rank."""
+        return {"GLOO_SOCKET_IFNAME": INTERFACE}
+
+    def namespace(self, rank: int) -> str:
+        """Where a rank lives."""
+        return self.namespaces.workers[rank]
 
     def shape(self, bandwidth_bits_per_s: float | None) -> None:
         """Change the bandwidth of all links."""
@@ -77,7 +70,7 @@ class Links:
             if bandwidth_bits_per_s is not None:
                 command(*root, *parent, "handle", "1:", *token_bucket(bandwidth_bits_per_s))
                 parent = ("parent", "1:1")
-            if self._delays_in_kernel and is_port:
+            if self.latency_s > 0 and is_port:
                 command(*root, *parent, "netem", "delay", f"{self.latency_s * 1e6:.0f}us", "limit", "10000")
 
     def _is_shaped(self) -> bool:
@@ -89,33 +82,33 @@ class Links:
         switch = [(self.namespaces.switch, f"port{rank}", True) for rank in range(len(own))]
         return own + switch
 
-    def _start_relay(self) -> None:
-        """A process in the switch's namespace that makes both ends of all links and passes frames on."""
-        count = self.namespaces.num_workers
-        words = [sys.executable, str(RELAY), str(count), str(self.latency_s)]
-        self.relay = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespaces.switch, *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.relay.stdout is not None
-        if self.relay.stdout.readline().strip() != "ready":
-            raise NetworkError(
-                "delay needs netem or /dev/net/tun, this kernel offers neither to this process"
-            )
-        for rank, worker in enumerate(self.namespaces.workers):
-            moved = ("dev", f"worker{rank}", "name", INTERFACE, "netns", worker)
-            command("ip", "-n", self.namespaces.switch, "link", "set", *moved)
+
+Links = KernelLinks | RelayedLinks
 
 
-def kernel_can_delay(namespace: str) -> bool:
-    """Whether the kernel has netem, found out on a namespace's own loopback."""
-    words = ["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "0ms"]
-    can = subprocess.run(words, capture_output=True).returncode == 0
-    if can:
-        command("tc", "-n", namespace, "qdisc", "del", "dev", "lo", "root")
-    return can
+@contextmanager
+def links_of(num_workers: int, latency_s: float = 0.0, shaper: str = "auto") -> Iterator[Links]:
+    """Links that are removed whatever happens; "auto": the kernel's where it can shape them."""
+    if shaper == "auto":
+        shaper = "tc" if why_no_kernel_links(latency_s) is None else "relay"
+    if shaper == "tc":
+        check_possible()
+    links: Links = (KernelLinks if shaper == "tc" else RelayedLinks)(num_workers, latency_s)
+    try:
+        links.add()
+        yield links
+    finally:
+        links.remove()
+
+
+def why_no_kernel_links(latency_s: float) -> str | None:
+    """What this machine lacks for links in namespaces; None if nothing."""
+    try:
+        with links_of(2, latency_s, "tc") as links:
+            links.shape(100e6)
+    except NetworkError as error:
+        return str(error)
+    return None
 
 
 def token_bucket(bandwidth_bits_per_s: float) -> list[str]:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.slow_network.links import SHAPERS
 from benchmarks.slow_network.methods import ACCURACY_METHODS, STEP_METHODS, Method
 from benchmarks.slow_network.models import MODELS
 from regtopk.errors import ArgumentError
 from regtopk.lab.plan.units import parse_bandwidth, parse_time
 
-GPT_PARTS = ("search", "race", "steps", "latency")
+SHAPER = (
+    "tc: the kernel's links, between namespaces; relay: a process that all bytes pass; auto: tc where it can"
+)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -32,10 +35,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     gpt = parts.add_parser(
         "gpt",
-        help="time of every method to a test loss of a GPT, and what latency costs",
-        description="What is run is written in gpt_plan.py. Learning rates in --out are not searched again.",
+        help="time of every method to a test loss of a GPT, as picked in the simulator",
+        description="Methods, learning rates and steps come from folders of `regtopk compare gpt`. What is "
+        "in --out is not run again.",
         formatter_class=shown,
     )
+    probe = parts.add_parser("probe", help="which links this machine can shape, and how well")
+    add_probe_options(probe)
     delays = parts.add_parser(
         "delays",
         help="what a delay hides of a slow link, and what fragments do to its peaks",
@@ -48,6 +54,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add_gpt_options(gpt)
     for part in (steps, accuracy, gpt, delays):
         part.add_argument("--out", type=Path, help="JSON file to add the rows to")
+        part.add_argument("--shaper", choices=SHAPERS, default="auto", help=SHAPER)
     return whole
 
 
@@ -79,11 +86,31 @@ def add_accuracy_options(part: argparse.ArgumentParser) -> None:
 
 
 def add_gpt_options(part: argparse.ArgumentParser) -> None:
-    part.add_argument("--workers", type=num_workers, default=4, metavar="N", help="how many")
-    part.add_argument("--quick", action="store_true", help="a small network for a minute: no result")
-    part.add_argument("--real", action="store_true", help="race DDP on the link too: half an hour more")
-    part.add_argument("--parts", choices=GPT_PARTS, nargs="+", default=GPT_PARTS, help="only these")
-    part.add_argument("--data", type=Path, help="a text file; None: sources of Python's library")
+    part.add_argument(
+        "--picked", type=Path, nargs="+", required=True, metavar="DIR", help="recorded by compare"
+    )
+    part.add_argument(
+        "--only", nargs="+", default=[], metavar="METHOD", help="of these, in the record's words"
+    )
+    part.add_argument("--target-of", default="dense", metavar="METHOD", help="whose curve sets the target")
+    part.add_argument("--target-at", type=share, default=0.75, metavar="SHARE", help="of that method's steps")
+    part.add_argument("--link", type=slow_link, default=100e6, metavar="BANDWIDTH", help="each way")
+    part.add_argument("--latency", type=latency, default=0.02, help="one way")
+    part.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that all ranks share")
+    most = "a method that takes longer is timed, not trained"
+    part.add_argument("--most-seconds", type=above_zero, default=90.0, metavar="S", help=most)
+    timed = "of such a method, and whole rounds"
+    part.add_argument("--timed-steps", type=at_least_one, default=16, metavar="STEPS", help=timed)
+    part.add_argument(
+        "--calibration", type=Path, help="of `regtopk plan`; None: measured by all ranks at once"
+    )
+    part.add_argument("--data", default="", help="a text file; empty: the record's")
+
+
+def add_probe_options(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--workers", type=num_workers, default=8, metavar="N", help="how many")
+    part.add_argument("--link", type=slow_link, default=100e6, metavar="BANDWIDTH", help="each way")
+    part.add_argument("--latency", type=latency, default=0.02, help="one way")
 
 
 def add_delay_options(part: argparse.ArgumentParser) -> None:
@@ -119,9 +146,21 @@ def above_zero(text: str) -> float:
     return number
 
 
+def share(text: str) -> float:
+    number = above_zero(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"must be a share of at most 1, got {text!r}")
+    return number
+
+
 def bandwidth(text: str) -> float | None:
     with refused():
         return None if text == "unshaped" else parse_bandwidth(text)
+
+
+def slow_link(text: str) -> float:
+    with refused():
+        return parse_bandwidth(text)
 
 
 def latency(text: str) -> float:

@@ -27,6 +27,7 @@ SETTINGS = (
     "seed",
     "batch_size",
     "stretch",
+    "shaper",
 )
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 32 with time stamps
 SEGMENT_BYTES = 1448  # of payload in a frame of 1,500 bytes

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.slow_network.methods import Method, SentBytes
 from benchmarks.slow_network.models import MODELS, Shapes
-from benchmarks.slow_network.rank import Rank, interface_bytes, joined, processors_busy_s
+from benchmarks.slow_network.rank import Rank, joined, processors_busy_s
 
 BATCH = 4
 LR = 1e-4
@@ -32,8 +31,8 @@ class Measured(NamedTuple):
     """A step: its time, bytes that left and reached the interface, and processor time that others took."""
 
     step_s: float
-    sent_bytes: int
-    received_bytes: int
+    sent_bytes: float
+    received_bytes: float
     by_others: float
 
 
@@ -75,15 +74,15 @@ class Stepper:
 
 def timed(rank: Rank, work: Callable[[], None]) -> Measured:
     """Work that all ranks begin together: its time on the slowest, and bytes at this rank's interface."""
-    dist.barrier()
-    sent, received = interface_bytes()
+    rank.gathered()
+    sent, received = rank.interface_bytes()
     busy_s, own_s, start = processors_busy_s(), time.process_time(), time.perf_counter()
     work()
     step_s = rank.slowest(time.perf_counter() - start)
     busy_s, own_s = processors_busy_s() - busy_s, time.process_time() - own_s
     by_others = (rank.first(busy_s) - rank.total(own_s)) / step_s / (os.cpu_count() or 1)
     time.sleep(SETTLE_S)
-    sent_after, received_after = interface_bytes()
+    sent_after, received_after = rank.interface_bytes()
     return Measured(step_s, sent_after - sent, received_after - received, by_others)
 
 

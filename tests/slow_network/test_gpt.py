@@ -1,64 +1,108 @@
-"""The race of the GPT, short: the training does not depend on the link."""
+"""The race of the GPT, short: real ranks on a relayed link learn what the simulator recorded, bit for bit."""
 
-import pydoc_data.topics
-from dataclasses import asdict
-from typing import Any
+import argparse
+import inspect
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.slow_network.__main__ import links_of
-from benchmarks.slow_network.gpt_methods import BYTES_PER_PARAMETER, EVERY, VALUE_CODE, num_entries
-from benchmarks.slow_network.gpt_plan import QUICK
-from benchmarks.slow_network.gpt_race import GptRace
-from benchmarks.slow_network.gpt_tables import computed_s, first_at
-from benchmarks.slow_network.launch import launch
-from benchmarks.slow_network.options import parser
+from benchmarks.slow_network.__main__ import main
+from benchmarks.slow_network.delays import BYTES_PER_PARAMETER, VALUE_CODE, num_entries
+from benchmarks.slow_network.gpt_picked import Picked, loss_at, read_picked
+from benchmarks.slow_network.gpt_table import table
 from regtopk.core.codes import full_message_bytes
+from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
-from tests.slow_network.network import needs_namespaces
+from regtopk.lab.experiments.compare.comparison import COMPARE
+from regtopk.lab.experiments.compare.config import CompareConfig
 
-TEXT = pydoc_data.topics.__file__  # short: every rank reads it
-
-
-@needs_namespaces
-def test_the_link_changes_no_bit_of_the_training() -> None:
-    """So the steps of an unshaped training, times a step's time on a link, are its time on that link."""
-    run = {"lr": 0.004, "seed": 0, "target": None, "batch_size": 1, "stretch": 16, "num_steps": 16}
-    runs = [
-        {**run, "method": method, "bandwidth_bits_per_s": link}
-        for method in (*EVERY, "updates:4:delay=1:fragments=2")
-        for link in (None, 100e6)
-    ]
-    with links_of(2) as links:
-        job = {"plan": asdict(QUICK), "runs": runs, "latency_s": 0.0, "data": TEXT}
-        rows = list(launch("benchmarks.slow_network.gpt_training", job, links))
-    for unshaped, shaped in zip(rows[::2], rows[1::2], strict=True):
-        assert (unshaped["bandwidth_bits_per_s"], shaped["bandwidth_bits_per_s"]) == (None, 100e6)
-        assert unshaped["curve"][-1][1] == shaped["curve"][-1][1] < 4.4, unshaped["method"]
-    sent = {row["method"]: row["sent_bytes"] for row in rows}
-    assert sent["dense"] == 4 * rows[0]["params"] == 2 * sent["fp16"] > 5 * sent["powersgd"]
-    for method in ("updates:2", "updates:4"):
-        assert 0.95 < sent[method] / (BYTES_PER_PARAMETER * rows[0]["params"]) <= 1
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SEARCHED = "topk:value_code=4bit:exchange=updates:every=2:lr=0.1|0.2"
+METHODS = (
+    "dense",
+    SEARCHED,
+    "topk:value_code=4bit:exchange=updates:every=4:delay=1:fragments=2",
+    "sparseloco:value_code=2bit:exchange=updates:every=2",
+)
 
 
-def race_row(method: str, losses: list[float], **more: Any) -> dict[str, Any]:
-    curve = [[2.0 * number, loss] for number, loss in enumerate(losses, 1)]
-    link = {"workers": 4, "bandwidth_bits_per_s": None}
-    return {"method": method, "curve": curve, "stretch": 16, **link, **more}
+@pytest.fixture(scope="module")
+def picked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("picked")
+    text = folder / "text"
+    text.write_text(inspect.getsource(argparse)[:30_000])
+    config = CompareConfig(
+        task="gpt", num_workers=2, num_steps=12, batch_size=2, num_layers=1, width=16, context=16,
+        seeds="1-1", num_evaluations=4, lr=(0.1,), densities=(0.05,), data=str(text),
+        algorithms=",".join(METHODS),
+    )  # fmt: skip
+    COMPARE.record(config, folder / "run", command="")
+    return folder / "run"
 
 
-def test_seconds_to_a_loss() -> None:
-    steps = [
-        {"method": method, "bandwidth_bits_per_s": 10e6, "step_s": step_s}
-        for method, step_s in (("dense", 25.0), ("powersgd", 0.25))
-    ]
-    content = {"plan": {"warm_up": 10}, "steps": steps}
-    row = race_row("updates:2", [3.5, 2.5, 1.9])
-    assert first_at(row, 3.0) == (32, 4.0) and first_at(row, 1.0) is None
-    assert computed_s("dense", 32, 10e6, content) == 800
-    assert computed_s("powersgd", 32, 10e6, content) == 10 * 25 + 22 * 0.25  # its first steps are dense
-    assert computed_s("fp16", 32, 10e6, content) is None
+def test_the_race(picked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded, out = read_picked([picked]), tmp_path / "race.json"
+    words = ["gpt", "--picked", str(picked), "--out", str(out), "--shaper", "relay", "--target-at", "0.5"]
+    words += ["--latency", "2ms", "--calibration", str(RESULTS / "slow-network-calibration-2.json")]
+    assert main([*words, "--only", SEARCHED]) == 0
+    (alone,) = json.loads(out.read_text())["race"]
+    target = recorded.target("dense", 0.5)
+    assert alone["curve"][-1][2] <= target < alone["curve"][-2][2] and not alone["is_computed"]
+    assert alone["reached_steps"] == pytest.approx(alone["needed_steps"])
+    assert 0 < alone["reached_s"] <= alone["curve"][-1][1] and alone["predicted_s"] > 0
+
+    assert main([*words, "--timed-steps", "3", "--most-seconds", "0.001"]) == 0
+    content = json.loads(out.read_text())
+    rows = {row["method"]: row for row in content["race"]}
+    assert rows[SEARCHED] == alone and set(rows) == set(METHODS)  # it was not run again
+    for method in recorded.methods:
+        losses, off = dict(method.curves[1]), 0.01 if method.is_plain else 0.0  # DDP's are in bfloat16
+        for step, _, loss in rows[method.label]["curve"]:
+            assert abs(loss - losses[step]) <= off, method.label
+    dense = rows["dense"]
+    assert dense["is_computed"] and dense["timed_steps"] == 3 and dense["needed_steps"] == pytest.approx(6)
+    assert dense["reached_s"] == pytest.approx(6 * dense["step_s"])
+    payload = all_reduce_bytes(2 * dense["params"], 2)
+    assert payload < dense["sent_bytes_per_step"] < 1.2 * payload > 5 * alone["sent_bytes_per_step"]
+    assert rows[METHODS[3]]["predicted_s"] is None  # the planner does not know it
+    assert content["settings"]["target"] == target and content["shaper"] == "relay"
+    shown = capsys.readouterr().out
+    assert table(content) in shown and "timed 3 steps, 6 needed" in shown
+
+    assert main([*words, "--target-at", "0.6"]) == 1
+    assert f"out must hold results of the same race, but {out} has another" in capsys.readouterr().err
+
+
+def test_what_was_picked(picked: Path) -> None:
+    recorded = read_picked([picked, picked])
+    assert [method.label for method in recorded.methods] == list(METHODS)
+    searched = recorded.methods[1].method
+    assert searched.lr in (0.1, 0.2) and searched.options["density"] == 0.05 and searched.rounds.every == 2
+    assert [method.is_plain for method in recorded.methods] == [True, False, False, False]
+    with pytest.raises(ArgumentError, match=r"target-of must be a recorded method, one of .* got 'muon'"):
+        recorded.target("muon", 0.75)
+
+
+def test_folders_of_different_trainings(picked: Path, tmp_path: Path) -> None:
+    header = json.loads((picked / "config.json").read_text())
+    header["config"]["width"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(header))
+    with pytest.raises(ArgumentError, match="picked must share width, got 16 and 32 in "):
+        read_picked([picked, tmp_path])
+
+
+def test_another_text(picked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpt", "--picked", str(picked), "--data", __file__]) == 1
+    assert "data must be the text of the record, whose hash is" in capsys.readouterr().err
+
+
+def test_losses_between_evaluations() -> None:
+    curve = [(0, 4.0), (10, 3.0), (20, 2.0)]
+    assert [loss_at(curve, step) for step in (5, 10, 15, 20)] == [3.5, 3.0, 2.5, 2.0]
+    method = Picked("dense", "dense:lr=0.1", {1: curve})
+    assert method.steps_to(2.5, 1) == 15 and method.steps_to(1.0, 1) == float("inf")
 
 
 def test_entries_that_fill_the_bytes() -> None:
@@ -67,12 +111,3 @@ def test_entries_that_fill_the_bytes() -> None:
         k = num_entries(numel, every)
         sizes = [full_message_bytes(n, numel, dtype=torch.float32, **codes) for n in (k, k + 1)]
         assert sizes[0] <= BYTES_PER_PARAMETER * every * numel < sizes[1]
-
-
-def test_the_lowest_loss_at_the_end_of_the_search_wins() -> None:
-    race = GptRace(parser("").parse_args(["gpt"]), "command")
-    tried = {0.001: [2.0, 2.9], 0.002: [3.0, 2.8], 0.004: [3.0, 3.1]}
-    race.results.content["search"] = [race_row("dense", losses, lr=lr) for lr, losses in tried.items()]
-    assert race.best_lr("dense") == 0.002
-    with pytest.raises(ArgumentError, match="learning rates must be searched first, there are none of fp16"):
-        race.best_lr("fp16")

@@ -11,7 +11,7 @@ from tests.slow_network.network import needs_namespaces
 @needs_namespaces
 def test_two_ranks_on_a_slow_link(tmp_path: Path) -> None:
     path = tmp_path / "slow.json"
-    words = "steps --workers 2 --links 100Mbit --model small --most-steps 3 --seconds 0.5"
+    words = "steps --workers 2 --shaper tc --links 100Mbit --model small --most-steps 3 --seconds 0.5"
     assert main([*words.split(), "--methods", "dense", "regtopk:0.1", "--out", str(path)]) == 0
     content = json.loads(path.read_text())
     assert content["command"].startswith("python -m benchmarks.slow_network steps")

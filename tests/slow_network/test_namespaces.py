@@ -1,5 +1,6 @@
 """Namespaces and links are made, shaped and removed; nothing else is touched."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.slow_network.__main__ import links_of, main
+from benchmarks.slow_network import launch
+from benchmarks.slow_network.__main__ import main
+from benchmarks.slow_network.links import KernelLinks, links_of
 from benchmarks.slow_network.namespaces import PREFIX, Namespaces, command, existing, left_behind
 from tests.processes import ended
 from tests.slow_network.network import needs_namespaces
 
-REPOSITORY = Path(__file__).parents[2]
 ECHO = """
 import socket, sys
 with socket.create_server((sys.argv[1], 5000)) as server:
@@ -57,8 +59,8 @@ def round_trip_s(namespaces: Namespaces) -> float:
 @needs_namespaces
 def test_links_are_shaped_and_removed() -> None:
     before = interfaces()
-    with links_of(2) as links:
-        assert len(own()) == 3
+    with links_of(2, shaper="tc") as links:
+        assert isinstance(links, KernelLinks) and len(own()) == 3
         for bandwidth in (1e8, None, 1e7):
             links.shape(bandwidth)
             for worker in links.namespaces.workers:
@@ -73,23 +75,11 @@ def test_links_are_shaped_and_removed() -> None:
 
 
 @needs_namespaces
-@pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="the kernel has no TAP interfaces")
-def test_delay_is_there_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.slow_network.links.kernel_can_delay", lambda namespace: False)
-    with links_of(2, latency_s=0.03) as links:
-        links.shape(1e8)
-        assert round_trip_s(links.namespaces) >= 0.06
-        relay = links.relay
-        assert relay is not None and relay.poll() is None
-    assert relay.poll() is not None and own() == []
-
-
-@needs_namespaces
 def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     dead, other = f"{PREFIX}-{gone.pid}-0", f"regtopk-test-{os.getpid()}"
-    with links_of(2):
+    with links_of(2, shaper="tc"):
         command("ip", "netns", "add", dead)
         command("ip", "netns", "add", other)
         sleep = ["ip", "netns", "exec", dead, "sleep", "1000"]
@@ -108,21 +98,26 @@ def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_namespaces
-@pytest.mark.usefixtures("interruptible")
-def test_a_signal_removes_what_was_made() -> None:
+def test_a_signal_removes_what_was_made(tmp_path: Path) -> None:
     """SIGTERM, which takes the way of Ctrl-C after a handler of its own."""
-    words = [sys.executable, "-m", "benchmarks.slow_network", "steps", "--workers", "2", "--model", "small"]
-    with ended(
-        subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    ) as run:
-        mine = f"{PREFIX}-{run.pid}-"
-        while run.poll() is None and not any(_is_used(name) for name in existing() if name.startswith(mine)):
-            time.sleep(0.05)
-        run.send_signal(signal.SIGTERM)
-        said = run.communicate()[1]
-    assert run.returncode == 130
-    assert said.endswith("interrupted; the namespaces are removed\n")
+    said = tmp_path / "said"
+    run = multiprocessing.get_context("forkserver").Process(target=measure_steps, args=(said,))
+    run.start()
+    mine = f"{PREFIX}-{run.pid}-"
+    while run.is_alive() and not any(_is_used(name) for name in existing() if name.startswith(mine)):
+        time.sleep(0.05)
+    os.kill(run.pid or 0, signal.SIGTERM)
+    run.join()
+    assert run.exitcode == 130, said.read_text()
+    assert said.read_text().endswith("interrupted; the namespaces are removed\n")
     assert not [name for name in existing() if name.startswith(mine)]
+
+
+def measure_steps(said: Path) -> None:
+    """The command in a process of its own, from which ranks are forked: so nothing is imported anew."""
+    launch._forks = multiprocessing.get_context("fork")
+    with said.open("w", buffering=1) as sys.stderr:
+        sys.exit(main(["steps", "--workers", "2", "--shaper", "tc", "--model", "small"]))
 
 
 def _is_used(name: str) -> bool:

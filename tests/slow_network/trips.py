@@ -6,7 +6,6 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.slow_network.rank import Rank, joined
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
@@ -28,7 +27,7 @@ def least_trips(rank: Rank, collective: Callable[[], Any]) -> float:
     """The least of many tries, on the slowest rank: what latency makes of it, however busy the machine is."""
     shortest_s = trips = inf
     for _ in range(NUM_TIMES):
-        dist.barrier()
+        rank.gathered()
         start = time.perf_counter()
         collective()
         shortest_s = min(shortest_s, time.perf_counter() - start)

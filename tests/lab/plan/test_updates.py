@@ -7,6 +7,7 @@ import pytest
 
 from regtopk.core.link import Link
 from regtopk.lab.plan.exchange import Workload
+from regtopk.lab.plan.link import all_reduce
 from regtopk.lab.plan.methods import PlannedMethod
 from regtopk.lab.plan.page import as_code
 from regtopk.lab.plan.predict import Prediction, Situation, predict
@@ -37,10 +38,18 @@ def test_a_local_step_is_the_computation_and_its_share_of_a_round() -> None:
 
 
 def test_latency_counts_once_a_round() -> None:
-    far = replace(HERE, link=Link(1e8, 0.101, COMPUTE_S))
+    far, farther = (replace(HERE, link=Link(1e8, latency_s, COMPUTE_S)) for latency_s in (0.1, 0.2))
     for n in (1, 4):
-        slower_s = predicted(method(every=n), far).step_time_s - predicted(method(every=n)).step_time_s
-        assert slower_s == pytest.approx(0.1 * (1 + 3) / n)  # the agreement and an all_gather
+        near_s, far_s = (predicted(method(every=n), there).step_time_s for there in (far, farther))
+        # there and back: the agreement, which is direct, and the three hops of an all_gather
+        assert far_s - near_s == pytest.approx(2 * 0.1 * (1 + 3) / n)
+
+
+def test_messages_hide_the_word_that_a_receiver_is_ready() -> None:
+    short, long = all_reduce(8, 8), all_reduce(8e7, 8)
+    link, no_latency = Link(1e8, 0.02), Link(1e8)
+    assert short.on_link_s(link, "cpu") - short.on_link_s(no_latency, "cpu") == pytest.approx(2 * 14 * 0.02)
+    assert long.on_link_s(link, "cpu") - long.on_link_s(no_latency, "cpu") == pytest.approx(14 * 0.02)
 
 
 def test_a_round_passes_over_the_model() -> None:
