@@ -5,8 +5,8 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
-PARTS := lab kernels slow_network
-# The real ranks are two parts: all others would wait for their rest. Processes of the first run trainers, too.
+PARTS := kernels slow_network
+# The real ranks are two parts: all others would wait for their rest. The first has what else forks such processes.
 FIRST_RANKS := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
@@ -40,13 +40,13 @@ $(PARTS:%=test-%): test-%: .venv/.compiled
 test-distributed: test-ranks-1 test-ranks-2
 
 test-ranks-1: .venv/.compiled
-	.venv/bin/pytest $(FIRST_RANKS) tests/integrations $(LAUNCHED:%=--ignore=%)
+	.venv/bin/pytest $(FIRST_RANKS) tests/integrations $(LAUNCHED:%=--ignore=%) tests/lab
 
 test-ranks-2: .venv/.compiled
 	.venv/bin/pytest tests/distributed $(FIRST_RANKS:%=--ignore-glob='%')
 
 test-others: .venv/.compiled
-	.venv/bin/pytest --ignore=tests/distributed --ignore=tests/integrations $(PARTS:%=--ignore=tests/%)
+	.venv/bin/pytest --ignore=tests/distributed --ignore=tests/integrations --ignore=tests/lab $(PARTS:%=--ignore=tests/%)
 
 test-integrations: .venv/.compiled .venv/.integrations
 	.venv/bin/pytest tests/integrations

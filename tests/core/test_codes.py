@@ -53,7 +53,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(as_integers), b.view(as_integers))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(vectors(), codes)
 def test_quantise_is_idempotent_odd_finite_and_keeps_zeros(x: Tensor, code: str) -> None:
     q = quantise(x, code)
@@ -80,7 +80,7 @@ def test_padding_and_batch_do_not_touch_the_values(x: Tensor, garbage: Tensor, c
     assert same_bits(quantise(rows[0], code, count[0])[: x.numel()], alone)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(vectors(), st.sampled_from(BLOCK_CODES))
 def test_the_loss_is_a_contraction(x: Tensor, code: str) -> None:
     """||x - Q(x)||^2 <= (1 - 1/128) ||x||^2 in every block, but for the rounding of its float32 scales."""

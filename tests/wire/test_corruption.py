@@ -83,10 +83,10 @@ def damaged(message: bytes, generator: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_thousands_of_damaged_messages_are_refused(cases: list[tuple[int, bytes]]) -> None:
+def test_a_thousand_damaged_messages_are_refused(cases: list[tuple[int, bytes]]) -> None:
     generator = random.Random(1)
     num_refused = 0
-    while num_refused < 3_000:
+    while num_refused < 1_000:
         numel, message = generator.choice(cases)
         changed = damaged(message, generator)
         if changed == message:
@@ -100,7 +100,7 @@ def test_forged_messages_are_refused_or_sound(cases: list[tuple[int, bytes]]) ->
     """With a checksum that fits, the other checks are all there is: what passes must be a sparse gradient."""
     generator = random.Random(2)
     num_passed = 0
-    for _ in range(1500):
+    for _ in range(600):
         numel, sent = generator.choice(cases)
         message = bytearray(sent)
         for _ in range(generator.choice([1, 3])):
@@ -114,7 +114,7 @@ def test_forged_messages_are_refused_or_sound(cases: list[tuple[int, bytes]]) ->
         assert bool((found.indices.diff() > 0).all())
         assert bool(((found.indices >= 0) & (found.indices < numel)).all())
         assert bool(torch.isfinite(found.values).all())
-    assert num_passed > 50  # the test would be empty if nothing passed
+    assert num_passed > 20  # the test would be empty if nothing passed
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def same(a: SparseGradient, b: SparseGradient) -> bool:
     return torch.equal(a.indices, b.indices) and values_are and (a.numel, a.code) == (b.numel, b.code)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(sparse_gradients())
 def test_round_trip_and_size(case: tuple[SparseGradient, str]) -> None:
     sparse, index_code = case
@@ -42,7 +42,7 @@ def test_round_trip_and_size(case: tuple[SparseGradient, str]) -> None:
     assert same(wire.decode(message, sparse.numel), sparse)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(sparse_gradients(), st.integers(0, 100), st.integers(0, 3), st.floats(0, 1))
 def test_rows_of_different_counts(
     case: tuple[SparseGradient, str], room: int, num_zeros: int, share: float
@@ -132,7 +132,7 @@ def test_segments(size: int, code: str, dtype: torch.dtype, seed: int) -> None:
         wire.raise_for_status(status)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**40), st.integers(0, 3000), st.sampled_from(["elias-fano", "rice"]))
 def test_unary_bits_stay_below_their_bound(numel: int, capacity: int, index_code: str) -> None:
     """Of all counts a row may have, not only the largest."""

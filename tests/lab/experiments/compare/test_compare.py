@@ -49,6 +49,7 @@ def test_equal_bytes_are_equal(tmp_path: Path) -> None:
         algorithms="topk,consensus,randomk,topk:value_code=float32",
         like="topk:0.05:raw32:float32",
         value_code="4bit",
+        num_steps=3,
     )
     sent = {r["method"]: r["payload_bytes_per_step"] for r in summary["results"]}
     budget = 32 + 8 * round(0.05 * 4810)
@@ -64,7 +65,7 @@ def test_equal_bytes_received_are_equal(tmp_path: Path, budget: dict[str, Any]) 
     budget = budget or {"received_bytes_per_step": float(most)}
     parts = "topk:returned=0.1:value_code=float32:exchange=updates:every=2:fragments=2"
     methods = ["topk", "consensus", "topk:returned=0.1", parts, "topk:exchange=updates:every=2"]
-    summary = compare(tmp_path, algorithms=",".join(methods), value_code="4bit", **budget)
+    summary = compare(tmp_path, algorithms=",".join(methods), value_code="4bit", num_steps=6, **budget)
     results = {r["method"]: r for r in summary["results"]}
     for r in results.values():
         assert 0.93 * most <= r["received_bytes_per_step"] <= 1.001 * most, r
@@ -80,6 +81,7 @@ def test_equal_bytes_received_are_equal(tmp_path: Path, budget: dict[str, Any]) 
     assert "bytes a worker has received" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_slices_add_to_one_folder(tmp_path: Path) -> None:
     """Of each method, seed and density once, with the lr that an earlier slice has found."""
     settings: dict[str, Any] = {"densities": (0.02, 0.1), "lr": (1e-6, 0.2), "num_evaluations": 2}

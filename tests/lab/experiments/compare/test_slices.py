@@ -125,6 +125,7 @@ def test_a_slice_that_ends_while_another_reads_the_data_stays_in_the_settings(
     assert (header["config"]["algorithms"], header["config"]["seeds"]) == ("topk,dense,regtopk", "0,5,")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_seed_that_diverges_is_said_and_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
