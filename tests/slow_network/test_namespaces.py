@@ -1,6 +1,5 @@
 """Namespaces and links are made, shaped and removed; nothing else is touched."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.slow_network import launch
 from benchmarks.slow_network.__main__ import main
 from benchmarks.slow_network.links import KernelLinks, links_of
 from benchmarks.slow_network.namespaces import PREFIX, Namespaces, command, existing, left_behind
 from tests.processes import ended
 from tests.slow_network.network import needs_namespaces
 
+REPOSITORY = Path(__file__).parents[2]
 ECHO = """
 import socket, sys
 with socket.create_server((sys.argv[1], 5000)) as server:
@@ -98,26 +97,26 @@ def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_namespaces
-def test_a_signal_removes_what_was_made(tmp_path: Path) -> None:
+def test_a_signal_removes_what_was_made() -> None:
     """SIGTERM, which takes the way of Ctrl-C after a handler of its own."""
-    said = tmp_path / "said"
-    run = multiprocessing.get_context("forkserver").Process(target=measure_steps, args=(said,))
-    run.start()
-    mine = f"{PREFIX}-{run.pid}-"
-    while run.is_alive() and not any(_is_used(name) for name in existing() if name.startswith(mine)):
-        time.sleep(0.05)
-    os.kill(run.pid or 0, signal.SIGTERM)
-    run.join()
-    assert run.exitcode == 130, said.read_text()
-    assert said.read_text().endswith("interrupted; the namespaces are removed\n")
+    words = [sys.executable, "-m", "benchmarks.slow_network", "steps", "--workers", "2", "--shaper", "tc"]
+    with ended(
+        subprocess.Popen(
+            [*words, "--model", "small"],
+            cwd=REPOSITORY,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    ) as run:
+        mine = f"{PREFIX}-{run.pid}-"
+        while run.poll() is None and not any(_is_used(name) for name in existing() if name.startswith(mine)):
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        said = run.communicate()[1]
+    assert run.returncode == 130
+    assert said.endswith("interrupted; the namespaces are removed\n")
     assert not [name for name in existing() if name.startswith(mine)]
-
-
-def measure_steps(said: Path) -> None:
-    """The command in a process of its own, from which ranks are forked: so nothing is imported anew."""
-    launch._forks = multiprocessing.get_context("fork")
-    with said.open("w", buffering=1) as sys.stderr:
-        sys.exit(main(["steps", "--workers", "2", "--shaper", "tc", "--model", "small"]))
 
 
 def _is_used(name: str) -> bool:
