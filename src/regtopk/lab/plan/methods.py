@@ -61,7 +61,7 @@ class PlannedMethod(NamedTuple):
         """Whether it is one of those that docs/which-method.md advises."""
         labels = (
             *ADVISED,
-            *(words_of(recipe) for n in (2, recipes.RETURNED_FROM) for recipe in recipes.for_workers(n)),
+            *(words_of(recipes.for_workers(n)[0]) for n in (2, recipes.RETURNED_FROM)),
         )
         return any(self == each for label in labels for each in _ways(Method.parse(label), ()))
 
