@@ -162,8 +162,10 @@ def test_imputation(
 def test_any_weights(four_ranks: Ranks, weights: str, collective: str) -> None:
     flagship = regtopk.RegTopK(density=0.02, value_code="4bit" if weights == "unequal" else "float32")
     compare(four_ranks, ManyRounds(k=20), grads_of(4), weights=weights, collective=collective)
-    nobody_sends = [Threshold(threshold=1e9)] if weights == "equal" else []
-    for algorithm in (flagship, Threshold(threshold=30.0), *nobody_sends):
+    algorithms: list[Any] = [flagship, Threshold(threshold=30.0)]
+    if weights == "equal":
+        algorithms.append(Threshold(threshold=1e9))  # nobody sends
+    for algorithm in algorithms:
         compare(four_ranks, algorithm, weights=weights, collective=collective)
 
 
