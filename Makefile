@@ -5,7 +5,7 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
-PARTS := kernels slow_network
+PARTS := kernels
 # The real ranks are two parts: all others would wait for their rest. The first has what else forks such processes.
 FIRST_RANKS := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))

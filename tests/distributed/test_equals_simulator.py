@@ -126,9 +126,8 @@ def check(ranks: Ranks, case: Case, code: str, num_steps: int = NUM_STEPS, **opt
 
 
 @pytest.mark.parametrize("case", FIRST_VARIANTS + OTHER_VARIANTS, ids=str)
-def test_every_algorithm(two_ranks: Ranks, four_ranks: Ranks, case: Case) -> None:
-    code = "4bit" if "4bit" in case.codes else case.codes[0]
-    check(four_ranks if case.is_first else two_ranks, case, code, MORE_STEPS)
+def test_every_algorithm(two_ranks: Ranks, case: Case) -> None:
+    check(two_ranks, case, "4bit" if "4bit" in case.codes else case.codes[0], MORE_STEPS)
 
 
 @pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)

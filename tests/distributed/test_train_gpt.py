@@ -35,8 +35,8 @@ def run_four_times(folder: Path) -> list[str]:
     file = [*text, "--checkpoints", str(folder / "run")]
     muon = [*text, "--checkpoints", str(folder / "muon"), "--optimizer", "muon"]
     return [
-        run_script("5", *file), run_script("40", *file),
-        run_script("40", *file, "--dense"), run_script("40", *muon),
+        run_script("5", *file), run_script("30", *file),
+        run_script("30", *file, "--dense"), run_script("30", *muon),
     ]  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def test_it_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_pat
     printed, silent = two_ranks.run(run_four_times, tmp_path)
     begun, resumed, dense, muon = printed
     assert begun.startswith("0 of 5 steps are done; ") and "\n5 steps: test loss " in begun
-    assert resumed.startswith("5 of 40 steps are done; ") and "\n40 steps: " in resumed
-    for printed_last, counts in ((begun, "5 steps, 3"), (resumed, "40 steps, 21"), (muon, "40 steps, 11")):
+    assert resumed.startswith("5 of 30 steps are done; ") and "\n30 steps: " in resumed
+    for printed_last, counts in ((begun, "5 steps, 3"), (resumed, "30 steps, 16"), (muon, "30 steps, 8")):
         assert f"topk: after {counts} rounds on 2 workers" in printed_last  # the last of them in finish()
     assert dense.count("\n") == 2 and silent == ["", "", "", ""]
     losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
