@@ -3,11 +3,12 @@ PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
 
-# The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
+# The tests run in parts of about the same length, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
-PARTS := kernels
-# The real ranks are two parts: all others would wait for their rest. The first has what else forks such processes.
+KERNELS := tests/kernels tests/slow_network
+# Real ranks are in two parts, which have all that forks processes with torch in them.
 FIRST_RANKS := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
+OTHER_RANKS := tests/integrations tests/lab/plan/test_costs.py tests/lab/experiments/ranks tests/lab/test_launch.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
@@ -16,7 +17,7 @@ JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 # it after `make test`.
 LAUNCHED := tests/integrations/test_killed.py
 
-.PHONY: demo docs test test-others test-distributed test-ranks-1 test-ranks-2 $(PARTS:%=test-%)
+.PHONY: demo docs test test-kernels test-others test-distributed test-ranks-1 test-ranks-2
 .PHONY: test-integrations test-flower lint format clean release-check
 .DELETE_ON_ERROR:
 
@@ -32,21 +33,21 @@ docs: .venv/.docs
 
 test: .venv/.installed
 	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target \
-		lint test-ranks-2 test-ranks-1 $(PARTS:%=test-%) test-others
+		lint test-ranks-2 test-ranks-1 test-others test-kernels
 
-$(PARTS:%=test-%): test-%: .venv/.compiled
-	.venv/bin/pytest tests/$*
+test-kernels: .venv/.compiled
+	.venv/bin/pytest $(KERNELS)
 
 test-distributed: test-ranks-1 test-ranks-2
 
 test-ranks-1: .venv/.compiled
-	.venv/bin/pytest $(FIRST_RANKS) tests/integrations $(LAUNCHED:%=--ignore=%) tests/lab
+	.venv/bin/pytest $(FIRST_RANKS) $(OTHER_RANKS) $(LAUNCHED:%=--ignore=%)
 
 test-ranks-2: .venv/.compiled
 	.venv/bin/pytest tests/distributed $(FIRST_RANKS:%=--ignore-glob='%')
 
 test-others: .venv/.compiled
-	.venv/bin/pytest --ignore=tests/distributed --ignore=tests/integrations --ignore=tests/lab $(PARTS:%=--ignore=tests/%)
+	.venv/bin/pytest $(patsubst %,--ignore=%,tests/distributed $(OTHER_RANKS) $(KERNELS))
 
 test-integrations: .venv/.compiled .venv/.integrations
 	.venv/bin/pytest tests/integrations
