@@ -121,3 +121,16 @@ ADVERSARIAL: dict[str, Callable[[int, str], Tensor]] = {
         torch.randn(n, device=on) * 1e-3 + 1e3 * (torch.arange(n, device=on) % 4099 == 7)
     ),
 }
+
+
+def rows_to_code(dtype: torch.dtype) -> Tensor:
+    """Rows of 700 values that are easy, tiny, huge, alike, on a grid, or zero of either sign."""
+    generator = torch.Generator().manual_seed(5)
+    normal = torch.randn(7, 700, generator=generator, dtype=torch.float64)
+    normal[1] *= torch.logspace(-46, 38, 700, dtype=torch.float64)  # denormal to almost too large
+    normal[2] = normal[2].sign() * 0.3
+    normal[3] = (2 * normal[3]).round()  # with ties
+    normal[4] = 0.0
+    normal[4, 3], normal[4, 200] = -0.0, -1e-45
+    normal[5] *= 1e300 if dtype == torch.float64 else 1e38
+    return normal.to(dtype).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)

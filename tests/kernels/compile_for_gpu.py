@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from regtopk.core.codes import quantise
 from regtopk.kernels import Damped, Support
+from regtopk.kernels.cuda import blocks as cuda_blocks
 from regtopk.kernels.cuda import codes as cuda_codes
 from regtopk.kernels.cuda import pieces as cuda_pieces
 from regtopk.kernels.cuda import rows as cuda_rows
@@ -90,6 +91,14 @@ def compile_codes() -> None:
         _decode_by(cuda_codes, 50_003, 50, code, torch.float32, to_words(message).expand(2, -1).contiguous())
 
 
+def compile_blocks() -> None:
+    for dtype in (torch.float32, torch.float64):
+        for bits in (4, 2):
+            values, count = torch.randn(2, 700, dtype=dtype), torch.tensor([700, 3])
+            cuda_blocks.quantise(values, bits, count)
+            cuda_blocks.unpack(cuda_blocks.pack(values, bits, None), count, 700, bits, dtype)
+
+
 def compile_draws() -> None:
     state, numbers = 1 << 40, torch.arange(50)
     own = {"drawn": numbers, "numel": 50_003, "k": 50, "state": state, "bits": 16, "num_rounds": 16}
@@ -101,11 +110,12 @@ def compile_draws() -> None:
 
 
 def main() -> None:
-    for module in (cuda_rows, cuda_codes, cuda_pieces):
+    for module in (cuda_rows, cuda_codes, cuda_pieces, cuda_blocks):
         vars(module)["launch"] = compile_only
     compile_all(torch.float32, torch.float32)
     compile_all(torch.float64, torch.bfloat16)
     compile_codes()
+    compile_blocks()
     compile_draws()
 
 

@@ -9,6 +9,7 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import regtopk
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.codes import quantise
 from regtopk.core.precision import round_at_random
 from regtopk.core.random import random_sequence
 from regtopk.distributed.transport.collectives import Alone, Collectives
@@ -31,8 +33,9 @@ from regtopk.kernels.cuda import replay
 from regtopk.kernels.cuda import selection as kernel
 from regtopk.kernels.reference import pieces as reference_pieces
 from regtopk.kernels.reference import selection as reference
+from regtopk.wire import decode_segment, encode_segment
 from tests.kernels import checks
-from tests.kernels.checks import choose_damped
+from tests.kernels.checks import choose_damped, rows_to_code
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -331,9 +334,22 @@ def draws() -> None:
         assert torch.equal(rounded.cpu(), round_at_random(vector.cpu(), index.cpu(), 77))
 
 
+def values_in_blocks() -> None:
+    """The CPU's bits, of values and of messages."""
+    for code, dtype in product(("4bit", "2bit"), (torch.float32, torch.float64)):
+        values, counts = rows_to_code(dtype), torch.tensor([700, 129, 128, 1, 5, 0, 512])
+        sent = quantise(values, code)
+        assert torch.equal(quantise(values.cuda(), code).cpu(), sent)
+        assert torch.equal(quantise(values.cuda(), code, counts.cuda()).cpu(), quantise(values, code, counts))
+        assert torch.equal(encode_segment(sent.cuda(), code).cpu(), encode_segment(sent, code))
+        found, status = decode_segment(encode_segment(sent.cuda(), code), 700, code, dtype)
+        assert torch.equal(found.cpu(), sent) and not bool(status.any())
+
+
 CHECKS = (
     sizes, adversarial, boundaries, dtypes, batches, thresholds_and_chunks, a_captured_graph,
     calls_that_are_repeated, pieces, an_exchange, a_sharded_step, beyond_32_bits, draws,
+    values_in_blocks,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
@@ -65,6 +66,9 @@ def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
     """
     if is_lossless(code):
         return values
+    if (programs := kernels.block_programs(values, code, values.dtype)) is not None:
+        rounded: Tensor = programs.quantise(values, VALUE_BITS[code], count)
+        return rounded
     single_max = torch.finfo(torch.float32).max
     single = values.clamp(-single_max, single_max).float()
     if code in _HALF:

@@ -9,6 +9,7 @@ from regtopk.kernels.cuda.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.dispatch import (
     MAX_ROWS,
     add_in_rank_order_,
+    block_programs,
     describe,
     join_,
     kernel_for,
@@ -26,9 +27,9 @@ from regtopk.kernels.reference.sums import find_non_finite_row, sum_sparse_in_ra
 from regtopk.kernels.self_check import self_check
 
 __all__ = [
-    "MAX_ROWS", "Damped", "Support", "Taken", "add_in_rank_order_", "capture_nothing_in_this_thread",
-    "describe", "estimate_threshold", "find_non_finite_row", "is_finite", "join_", "kernel_for",
-    "message_programs", "overwrite_if_", "parts_of", "repeat", "self_check", "spread_",
-    "sum_dense_in_rank_order", "sum_sparse_in_rank_order", "take_above_", "take_at_", "unpack_elias_fano",
-    "unpacks",
+    "MAX_ROWS", "Damped", "Support", "Taken", "add_in_rank_order_", "block_programs",
+    "capture_nothing_in_this_thread", "describe", "estimate_threshold", "find_non_finite_row", "is_finite",
+    "join_", "kernel_for", "message_programs", "overwrite_if_", "parts_of", "repeat", "self_check",
+    "spread_", "sum_dense_in_rank_order", "sum_sparse_in_rank_order", "take_above_", "take_at_",
+    "unpack_elias_fano", "unpacks",
 ]  # fmt: skip

@@ -103,6 +103,13 @@ def message_programs(tensor: Tensor) -> Any:
     return _module("cuda", "codes") if has_programs else None
 
 
+def block_programs(tensor: Tensor, code: str, dtype: torch.dtype) -> Any:
+    """The module whose programs code these values in blocks; None: torch does."""
+    is_known = code in ("4bit", "2bit") and dtype in _RESIDUAL_DTYPES and tensor.numel() > 0
+    has_programs = is_known and tensor.device.type == "cuda" and describe("cuda").kernel != "reference"
+    return _module("cuda", "blocks") if has_programs else None
+
+
 def add_in_rank_order_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> None:
     """Add w_n x_n of N sparse vectors, (N, m), to zeros, (J,): see `reference.sums`."""
     repeat(_add_in_rank_order_, (), [total], [indices, values, weights])

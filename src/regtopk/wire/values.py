@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
 from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, num_words, scale_words
 from regtopk.wire import bits
@@ -22,6 +23,9 @@ def pack_values(values: Tensor, code: str, count: Tensor | None = None) -> Tenso
         if VALUE_BITS[code] == 16:
             numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % 2))
         return bits.reinterpret(numbers, torch.int32)
+    if (programs := kernels.block_programs(values, code, values.dtype)) is not None:
+        words: Tensor = programs.pack(values, VALUE_BITS[code], count)
+        return words
     symbols, scales = to_symbols(values, code, count)
     packed_scales = bits.reinterpret(scales.flatten(-2), torch.int32)
     return torch.cat([packed_scales, bits.pack(symbols, VALUE_BITS[code])], dim=-1)
@@ -37,6 +41,9 @@ def unpack_values(
     if code == "none":
         nothing = torch.zeros(*count.shape, capacity, dtype=dtype, device=words.device)
         return nothing, torch.ones_like(count, dtype=torch.bool)
+    if capacity and (programs := kernels.block_programs(words, code, dtype)) is not None:
+        found: tuple[Tensor, Tensor] = programs.unpack(words, count, capacity, VALUE_BITS[code], dtype)
+        return found
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
     num = num_words(capacity * VALUE_BITS[code])
     start = torch.full_like(count, HEADER_WORDS).unsqueeze(-1)

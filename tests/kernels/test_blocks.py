@@ -1,0 +1,77 @@
+"""Programs that code values in 4 and 2 bits agree with the tensor operations to the bit."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from regtopk import kernels
+from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, quantise
+from regtopk.wire.values import pack_values, unpack_values
+from tests.kernels.checks import rows_to_code
+
+CODES = ("4bit", "2bit")
+SIZE = 700
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The programs, in Triton's interpreter where there is no GPU."""
+    module = import_module("regtopk.kernels.cuda.blocks")
+    monkeypatch.setattr(module, "_BLOCKS", 4)
+    return module
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("has_counts", [False, True])
+def test_bits(programs: Any, code: str, dtype: torch.dtype, has_counts: bool) -> None:
+    values, bits = rows_to_code(dtype), VALUE_BITS[code]
+    count = torch.tensor([SIZE, 129, 128, 1, 5, 0, 512]) if has_counts else None
+    sent = quantise(values, code, count)
+    found = programs.quantise(values, bits, count)
+    assert torch.equal(found, sent) and torch.equal(found.signbit(), sent.signbit())
+    words = pack_values(sent, code, count)
+    assert torch.equal(programs.pack(sent, bits, count), words)
+    if count is None:  # else the caller leaves words out
+        count = torch.full((len(values),), SIZE)
+        message = torch.nn.functional.pad(words, (HEADER_WORDS, 3))
+        received, are_sound = programs.unpack(message, count, SIZE, bits, dtype)
+        assert torch.equal(received, sent) and bool(are_sound.all())
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_messages_of_any_words(programs: Any, code: str) -> None:
+    """Other counts, scales that cannot be, and words that are missing."""
+    generator = torch.Generator().manual_seed(6)
+    words = torch.randint(-(2**31), 2**31, (40, 60), generator=generator).int()
+    words[:20, HEADER_WORDS:20] &= 0x3FFFFFFF  # scales that can be, but for their order
+    count = torch.randint(0, 300, (40,), generator=generator)
+    expected, expected_sound = unpack_values(words, count, 300, code, torch.float32)
+    found, are_sound = programs.unpack(words, count, 300, VALUE_BITS[code], torch.float32)
+    assert torch.equal(are_sound, expected_sound) and 0 < int(are_sound.sum()) < 40
+    is_whole = count <= 128  # of others words are missing
+    is_used = are_sound & is_whole
+    assert torch.equal(found[is_used], expected[is_used])
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_what_is_not_finite_stays(programs: Any, code: str) -> None:
+    values = torch.randn(3, 200)
+    values[0, 7], values[1, 150], values[2, 0] = torch.nan, torch.inf, -torch.inf
+    found = programs.quantise(values, VALUE_BITS[code], None)
+    is_finite = torch.isfinite(values)
+    assert torch.equal(found[~is_finite].nan_to_num(), values[~is_finite].nan_to_num())
+    others = is_finite.clone()
+    others[0, :128] = others[1, 128:] = others[2, :128] = False  # a bad value's block is refused
+    assert torch.equal(found[others], quantise(values, code)[others])
+
+
+def test_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(300)
+    assert kernels.block_programs(values, "4bit", torch.float32) is None  # on the CPU
+    asked: list[str] = []
+    monkeypatch.setattr(kernels, "block_programs", lambda tensor, code, dtype: asked.append(code))
+    unpack_values(pack_values(quantise(values, "4bit"), "4bit"), torch.tensor(0), 300, "4bit", torch.float32)
+    assert asked == ["4bit"] * 3
