@@ -1,4 +1,4 @@
-"""Real ranks for tests: N processes joined by gloo, started once, running one function after another."""
+"""Real ranks for tests: N processes joined by gloo or NCCL, started once, running function after function."""
 
 import faulthandler
 import io
@@ -32,17 +32,19 @@ _forks.set_forkserver_preload(["pytest", "regtopk", "benchmarks.preloaded"])
 
 
 class Ranks:
-    """N gloo processes that run any importable function on every rank.
+    """N processes that run any importable function on every rank.
 
     Warnings are treated there as in the test that calls: by the filters of pyproject.toml and by its marks.
 
     Args:
         num_ranks: N.
         timeout_s: of the process group.
+        backend: "nccl" has all ranks on one GPU, which NCCL takes for GPUs of different hosts.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 200) -> None:
+    def __init__(self, num_ranks: int, timeout_s: float = 200, backend: str = "gloo") -> None:
         self.num_ranks = num_ranks
+        self._backend = backend
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -127,7 +129,7 @@ class Ranks:
         self._store = f"{self._folder.name}/store"
         for rank in range(self.num_ranks):
             mine, theirs = _forks.Pipe()
-            args = rank, self.num_ranks, self._store, self._timeout_s, theirs
+            args = rank, self.num_ranks, self._store, self._timeout_s, self._backend, theirs
             process = _forks.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._processes.append(process)
@@ -165,13 +167,16 @@ def fork_process(function: Callable[..., Any], *args: Any) -> tuple[Any, Connect
     return process, mine
 
 
-def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, backend: str, pipe: Connection) -> None:
     stacks = Path(f"{store}.{rank}").open("w")  # noqa: SIM115 -- for as long as the rank lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend == "nccl":
+        os.environ |= {"NCCL_HOSTID": f"host{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+        torch.cuda.set_device(0)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,
