@@ -134,7 +134,7 @@ def _table(run: Run) -> str:
     said = run.summary.get("notes", [])
     if "hardware" in run.summary:
         minutes = f"{run.summary['minutes']:,.1f} minutes of finished runs."
-        said = [f"{', '.join(run.summary['hardware'])}; {minutes}"]
+        said = [*said, f"{', '.join(run.summary['hardware'])}; {minutes}"]
     return f'<div class="wide">{table}</div>' + "".join(f"<p>{escape(note)}</p>" for note in said)
 
 
