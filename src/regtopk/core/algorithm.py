@@ -173,7 +173,7 @@ def check_is_algorithm(algorithm: object) -> None:
     """Refuse what is no algorithm, such as its name or its class."""
     if not isinstance(algorithm, Algorithm):
         is_recipe = isinstance(getattr(algorithm, "algorithm", None), Algorithm)
-        hint = ": pass recipe.algorithm, **recipe.options" if is_recipe else ""
+        hint = ": give UpdateExchange recipe.algorithm, **recipe.options" if is_recipe else ""
         raise ArgumentError(
             f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}{hint}"
         )
