@@ -9,7 +9,7 @@ import pytest
 import regtopk
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.method import Method
-from regtopk.lab.plan.methods import ADVISED, PlannedMethod
+from regtopk.lab.plan.methods import ADVISED, PlannedMethod, planned_methods
 from regtopk.lab.plan.page import as_code
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +80,17 @@ def test_plan_and_train_know_what_the_page_advises() -> None:
         config = TrainConfig(task=task)
         assert config.methods[0].build(density=config.densities[0], value_code=None) == algorithm
     assert config.methods[0].rounds._asdict().items() >= rounds.items()
+
+
+def test_what_comes_back_in_part_is_said_to_be_measured_with_muon_alone() -> None:
+    for name in ("README.md", "docs/which-method.md", "docs/returned.md"):
+        told = [part for part in re.split(r"\n\n|\n- ", read(name)) if re.search("17 (workers )?on", part)]
+        assert told and all("Muon" in part for part in told), name
+        assert any("AdamW" in part for part in told), name
+    page = read("docs/which-method.md").split(f"## {ADAMW}\n")[1].split("**From 17 workers on**")[1]
+    (planned,) = (each for each in planned_methods(exchange="updates") if each.returned is not None)
+    assert not planned.is_advised and made(as_code(planned)) == made(page)[:1]
+    assert all(f"{name}={value}" in page.split("\n\n")[0] for name, value in planned.turns.items())
 
 
 def code_of(algorithm: Any) -> str:

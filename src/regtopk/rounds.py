@@ -190,7 +190,8 @@ class LocalRounds:
         """Go on after so many steps, with what was under way then."""
         self.begin(num_steps, num_steps)
         self.sent, self._is_start = sent, is_start
-        self._exchanged_at = [self.rounds.last_send(fragment, num_steps) for fragment in self._fragments]
+        if not is_start:  # else none has made a step since
+            self._exchanged_at = [self.rounds.last_send(fragment, num_steps) for fragment in self._fragments]
 
     @property
     def is_start(self) -> bool:

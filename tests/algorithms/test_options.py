@@ -62,10 +62,13 @@ OWN_DENSITY = "algorithm must have a density and not adapt it itself, got"
 KEEPS_ALL = "algorithm must keep all that it does not send in its residual, for a target_error to be measured"
 NUMBER = "algorithm must have a density that is a number, or a k, got"
 ORDER = "min_density must be at most max_density, got"
+OWN_CHOICE = "returned is for algorithms whose workers choose for themselves by size alone "
+OWN_CHOICE += "(topk, chunked-topk, dgc and ef21, without a score), and must be None for"
 SCHEDULED = TopK(density=tenth)
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("regtopk", {"damping": "cap", "q": 1.0}, f"q {CAP} 1.0"),
     ("regtopk", {"damping": "cap", "reference": "current"}, f"reference {CAP} 'current'"),
+    ("consensus", {"density": 0.1, "returned": 0.1}, f"{OWN_CHOICE} 'consensus', got 0.1"),
     ("sketch", {"rows": 53}, "rows must be at most 52, got 53"),
     ("demo", {"tile": 65}, "tile must be at most 64, got 65"),
     ("fair-topk", {"trial": 3}, "trial must be even, got 3"),

@@ -21,11 +21,13 @@ from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 TOPK = regtopk.TopK(density=0.1)
 WEIGHT = "weight must be a number >= 0 on every rank and positive on one, or None on all, got "
 OWN_GROUP = "process_group must be None for a model in DistributedDataParallel, which has its own, got 'all'"
+RECIPE, HINT = regtopk.recipes.transformer(2), ": give UpdateExchange recipe.algorithm, **recipe.options"
 NOT_ONE = "algorithm must be an Algorithm such as RegTopK(density=0.001), got 'topk'"
 
 # What attach refuses on every rank with an ArgumentError: an option, what is given, and the error.
 OPTIONS: list[tuple[str, Any, str]] = [
     ("algorithm", "topk", NOT_ONE),
+    ("algorithm", RECIPE, f"{NOT_ONE[:-6]}{RECIPE!r}{HINT}"),
     ("algorithm", regtopk.TopK(k=10_000), "k must be at most the number of entries, J = 3363, got 10000"),
     ("dense_steps", 2.5, "dense_steps must be an integer of at least 0, got 2.5"),
     ("skip", "bias", "skip must be a callable of (name, parameter), got 'bias'"),

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,8 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
         names = what_is_yours()
         names |= {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "dist": dist}
         names |= {"os": os, "regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
-        names["model"] = names["network"]
-        own = list(names["network"].parameters())
-        names["optimizer"] = torch.optim.SGD(own, lr=0.1)
-        names["matrices"], names["others"] = (
-            [p for p in own if (p.dim() == 2) == flag] for flag in (True, False)
-        )
+        names["network"] = names["model"] = nn.Sequential(OrderedDict(blocks=names["network"]))
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
         with inside(folder):
             printed = follow(source, names)
         results.append((printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()))
@@ -125,7 +122,7 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
 
 def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     diffs = blocks(README, "diff")
-    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 4]
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 7]
     (before, attached), (_, updates) = map(sides_of, diffs)
     loop = re.sub(r"optimizer\.(\w+)\(\)", r"muon.\1(); adamw.\1()", attached[attached.index("for x, y") :])
     updates = re.sub(r"^\.\.\. .*$", loop, updates, flags=re.M)

@@ -104,11 +104,32 @@ def test_other_ranks_go_on_from_a_rounds_end(two_ranks: Ranks, four_ranks: Ranks
             assert torch.allclose(mine["optimizer"]["state"][i][key].double(), mean, rtol=1e-6, atol=0)
 
 
-def save_some(weights: list[float]) -> Any:
-    training = Training(weights)
+def save_some(weights: list[float], num_steps: int = 8, fragments: int = 1) -> Any:
+    training = Training(weights, fragments=fragments)
     with closing(training.exchange) as exchange:
-        training.train_until(8)
+        training.train_until(num_steps)
         return exchange.gather_state_dict()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_dense_bytes_on_other_ranks_are_those_of_the_steps_made_there(
+    two_ranks: Ranks, four_ranks: Ranks, fragments: int
+) -> None:
+    """A round that was cut short, or that finish() ends, is no whole one."""
+    before = through_a_file(four_ranks.run(save_some, WEIGHTS[4], 6, fragments)[0])
+    for total, summary in two_ranks.run(finish_some, WEIGHTS[2], before, fragments):
+        assert total.dense_bytes == 5 * 4 * 419  # two ranks send all of it
+        assert f"sent      {total.sent_bytes / 5:.3g} B per step" in summary
+        assert "dense     1.68 kB per step" in summary
+
+
+def finish_some(weights: list[float], saved: dict[str, Any], fragments: int) -> tuple[Any, str]:
+    training = Training(weights, fragments=fragments)
+    with closing(training.exchange) as exchange:
+        exchange.load_state_dict(saved)
+        training.train_until(11)
+        exchange.finish()
+        return exchange.total, exchange.summary()
 
 
 def load_some(weights: list[float], saved: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:

@@ -60,7 +60,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"buffers": "sum"}, "ArgumentError: buffers must be one of mean, rank0, local, got 'sum'"),
     ({"optimizer": lambda net: "adam"}, f"{LIST} got str"),
     ({"optimizer": lambda net: [sgd(net), "adam"]}, f"{LIST} got str"),
-    ({"optimizer": lambda net: []}, f"{LIST} got list"),
+    ({"optimizer": lambda net: []}, f"{LIST} got an empty list"),
     (
         {"optimizer": only_muon},
         f"{WITHOUT} 'first.bias', 'extra.bias', 'middle.bias' and 1 more: hand over all optimizers, such as "

@@ -77,10 +77,10 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path | None, *, as_js
     rows = [row for summary in summaries.values() for row in summary["table"]]
     columns = columns_of(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in columns:  # as wide as the longest word; the names in the first one may be folded
+    for column in columns:  # as wide as the longest number; the names in the first one may be folded
         name, cells = HEADINGS.get(column, column), [format_number(row.get(column), column) for row in rows]
         if name:
-            least = max(len(word) for text in (name, *cells) for word in text.split(" "))
+            least = max(map(len, (*name.split(" "), *cells)))
             table.add_column(name, justify="right", overflow="fold", min_width=least)
         else:
             least = min(_LEAST_NAME, max(map(len, cells), default=0))

@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated, cast
 
-import torch
 import typer
 
 from regtopk.cli.experiments import as_typed
@@ -14,6 +13,7 @@ from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, StateError
+from regtopk.lab.experiments.settings import check_device
 from regtopk.lab.plan import page
 from regtopk.lab.plan.calibrate import calibrate
 from regtopk.lab.plan.costs import Calibration, cache_path
@@ -56,7 +56,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict the methods' steps on a link: what is best, whether it pays, and below which bandwidth."""
-    check_choice("device", device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
+    check_device("device", device)
     densities = None if density is None else _densities(density)
     labels = None if algorithms is None else algorithms.split(",")
     if optimizer is not None:

@@ -119,8 +119,9 @@ class Sparsifier(WithDensity[StateT]):
             return
         if not self.can_return or getattr(self, "score", None) is not None:
             raise ArgumentError(
-                f"returned must be None for {self.name!r} with these options: it is for workers that choose "
-                f"by the size of their own entries alone, got {self.returned}"
+                "returned is for algorithms whose workers choose for themselves by size alone "
+                "(topk, chunked-topk, dgc and ef21, without a score), and must be None for "
+                f"{self.name!r}, got {self.returned}"
             )
         if self.k is not None:
             raise ArgumentError(
@@ -171,8 +172,10 @@ class WarmUp:
 def check_is_algorithm(algorithm: object) -> None:
     """Refuse what is no algorithm, such as its name or its class."""
     if not isinstance(algorithm, Algorithm):
+        is_recipe = isinstance(getattr(algorithm, "algorithm", None), Algorithm)
+        hint = ": give UpdateExchange recipe.algorithm, **recipe.options" if is_recipe else ""
         raise ArgumentError(
-            f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}"
+            f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}{hint}"
         )
 
 

@@ -99,6 +99,8 @@ def test_bars_are_the_numbers_of_the_table() -> None:
     dots = [line for line in drawn(3).axes[3].get_lines() if line.get_marker() == "o"]
     accuracies = [row["accuracy"] for row in run.summary["table"]]
     assert [np.asarray(dot.get_xdata()).item() for dot in dots] == accuracies
+    assert drawn(3).axes[3].get_xlabel() == "accuracy\n(the axis begins at 89.9)"
+    assert drawn(3).axes[-1].get_ylabel().startswith("test accuracy, %\n(the axis begins at 8")
 
 
 def test_budget_is_marked() -> None:

@@ -125,17 +125,19 @@ def summarise(
     num_steps: int | None = None,
     num_parts: int = 1,
     peer: str = "rank",
-    every: int = 1,
+    dense_step_bytes: int = 0,
 ) -> str:
     """A few lines of text: bytes sent and received, against dense, and where the time went.
 
     `num_steps` are the optimizer's, between which there were rounds of updates; None: each exchanged
-    gradients. `num_parts` steps of the ledger make one of the whole model, and `every` of the optimizer's
-    steps a round.
+    gradients. `num_parts` steps of the ledger make one of the whole model, and a dense step of the optimizer
+    would move `dense_step_bytes`.
     """
     noun, vectors = ("step", "gradients") if num_steps is None else ("round", "updates")
     total, steps, first = ledger.total, max(ledger.num_steps, 1) / num_parts, ledger.first_step
-    made = num_steps if num_steps and not first else steps * every  # the optimizer's, since `first`
+    made = num_steps or steps  # the optimizer's
+    if first and dense_step_bytes:  # those since: rounds that finish() ends may have fewer than others
+        made = total.dense_bytes / dense_step_bytes or 1
     sent, received = (
         f"{_size(moved / made)} per step, {_size(moved)} in all"
         for moved in (total.sent_bytes, total.received_bytes)

@@ -275,14 +275,18 @@ class Steps:
 
     def _end(self, step: Step, num_dense: int) -> None:
         exchanged = step.turn.buckets if self._kind.takes_turns else self.buckets.all
-        numel = sum(bucket.layout.numel for bucket in exchanged)
-        self.rank.record.dense_bytes = num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
+        self.rank.record.dense_bytes = num_dense * self.dense_bytes(exchanged)
         for bucket in step.turn.buckets:
             bucket.state_before = None
         if step.agreement.is_bad is None:
             self._count(step.agreement)
         else:
             self._unheard = step.agreement
+
+    def dense_bytes(self, buckets: list[Bucket]) -> int:
+        """What a ring all_reduce of float32 would move of them."""
+        numel = sum(bucket.layout.numel for bucket in buckets)
+        return all_reduce_bytes(4 * numel, self.rank.num_workers)
 
     def settle(self) -> None:
         """Find out whether the last step counts, if it ended before the host knew. The host waits here."""

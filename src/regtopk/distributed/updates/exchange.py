@@ -108,11 +108,11 @@ class UpdatesBase(Counted):
         return self._model.outer
 
     def summary(self) -> str:
-        """What this rank sent, against dense gradients in every step, and where the time went."""
+        """What this rank sent, by finish() too, against dense gradients in every step; and its time."""
         self._maker.land_all()
         steps, norm = self._steps, self.total.residual_norm
-        rounds = self._rounds.rounds
-        counts = self.num_steps, rounds.fragments, self._peer, rounds.every
+        dense_bytes = steps.dense_bytes(steps.buckets.all)
+        counts = self.num_steps, self._rounds.rounds.fragments, self._peer, dense_bytes
         return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
 
     @contextmanager

@@ -132,7 +132,9 @@ _RECIPE = (
 def _check(optimizers: tuple[object, ...], parameters: dict[str, nn.Parameter]) -> None:
     """Refuse optimizers that do not hold every parameter that is exchanged once, and no others."""
     counts: Counter[nn.Parameter] = Counter()
-    for each in optimizers or ([],):
+    if not optimizers:
+        raise ArgumentError("optimizer must be a torch.optim.Optimizer, or a list of some, got an empty list")
+    for each in optimizers:
         kind = type(each).__name__
         if not isinstance(each, Optimizer):
             raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, or a list of some, got {kind}")

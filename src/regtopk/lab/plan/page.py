@@ -16,6 +16,7 @@ from regtopk.lab.plan.methods import DENSE, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
+from regtopk.recipes import RETURNED_FROM
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
@@ -194,7 +195,8 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
             "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "
             "without momentum, too; dense with momentum is not measured."
         )
-    fastest = min((p for p in plan.predictions if p.relative_steps is not None), key=lambda p: p.time_to_loss)
+    rows = [p for p in plan.best_by_label() if p.relative_steps is not None]
+    fastest = min(rows, key=lambda p: p.time_to_loss)
     if plan.pays and fastest.time_to_loss < plan.best.time_to_loss / EQUAL:
         faster = (
             f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as dense"
@@ -205,6 +207,12 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     if plan.situation.optimizer == "adamw":
         recipe = f"regtopk.recipes.transformer({plan.situation.num_workers})"
         said.append(f"With Muon for the matrices, ask for --optimizer muon, or use {recipe}.")
+        in_part = [p.method for p in plan.predictions if p.method.returned is not None]
+        if in_part and plan.situation.num_workers >= RETURNED_FROM:
+            said.append(
+                "With so many workers sums that come back in part are worth a trial. They were measured with "
+                f"Muon alone, so they are not advised with AdamW: {as_code(in_part[0])}"
+            )
     return [
         *said,
         f"Assumed: latency {format_time(link.latency_s) if link.latency_s else 0} one way; "
@@ -214,6 +222,6 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
         "How sure: predicted steps were within 30 % of those measured with gloo on 2 and 4 CPU ranks; GPUs "
         "and NCCL were not measured. 'steps' says how many a method needs to the loss that dense has after "
         f"one, in our records ({about(plan.situation.optimizer)}) of it or of one that sends less. Your "
-        "model will differ; '?' means that there is no record (docs/planning.md).",
+        "model will differ; '?' and '(per step)' mean that there is no record (docs/planning.md).",
         "Use none of it inside a machine, over InfiniBand, or where no gap to dense training is allowed.",
     ]

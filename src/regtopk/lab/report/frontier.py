@@ -82,7 +82,8 @@ def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes")
     axes.set_xscale("log")
     axes.margins(x=0.08)
     label_log_axis(axes.xaxis, *axes.get_xlim())
-    axes.set_ylabel("test accuracy, %")
+    low = axes.get_ylim()[0]
+    axes.set_ylabel("test accuracy, %" if low <= 0 else f"test accuracy, %\n(the axis begins at {low:.3g})")
     axes.set_xlabel(LABELS[frontier.axis])
     if frontier.budget is not None:
         mark_x(axes, frontier.budget, f"the budget, {frontier.budget:,.0f}")

@@ -13,7 +13,7 @@ from regtopk.lab.runs import Run, parts_of, read_header, read_run, writing_to
 from regtopk.lab.runs.run import FIGURE_PNG, FIGURE_SVG, PAGE
 
 # what the columns of a table are called in print, where that is not their key in summary.json
-HEADINGS = {"measure": "", "test_loss": "nats per token (smaller is better)"}
+HEADINGS = {"measure": "", "test_loss": "test loss, nats (smaller is better)"}
 # what a reader looks for first stands beside the methods' names
 ANSWERS = ("speed-up", "step", "steps", "accuracy", "test_loss", "risk", "distance", "± std")
 
@@ -134,7 +134,7 @@ def _table(run: Run) -> str:
     said = run.summary.get("notes", [])
     if "hardware" in run.summary:
         minutes = f"{run.summary['minutes']:,.1f} minutes of finished runs."
-        said = [f"{', '.join(run.summary['hardware'])}; {minutes}"]
+        said = [*said, f"{', '.join(run.summary['hardware'])}; {minutes}"]
     return f'<div class="wide">{table}</div>' + "".join(f"<p>{escape(note)}</p>" for note in said)
 
 

@@ -115,6 +115,8 @@ def draw_bars(
     if panel.log_x:
         axes.set_xscale("log")
         label_log_axis(axes.xaxis, *axes.get_xlim())
+    elif (low := axes.get_xlim()[0]) > 0:  # small differences look large
+        axes.set_xlabel(f"{panel.x_label}\n(the axis begins at {low:.3g})")
 
 
 def mark_x(axes: "Axes", at: float, label: str) -> None:

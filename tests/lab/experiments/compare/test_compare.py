@@ -58,6 +58,17 @@ def test_equal_bytes_are_equal(tmp_path: Path) -> None:
     assert density["randomk"] > density["consensus"] > density["topk"] > density["topk:value_code=float32"]
 
 
+def test_a_budget_that_is_not_used_up_is_told(tmp_path: Path) -> None:
+    words = "topk,topk:value_code=4bit"
+    summary = compare(tmp_path, algorithms=words, received_bytes_per_step=30_000.0, num_steps=3)
+    (some, full) = summary["results"]
+    assert some["density"] < full["density"] == 1
+    assert summary["notes"] == [
+        "topk:value_code=4bit leaves a part of the byte budget unused: density 1 moves "
+        f"{full['received_bytes_per_step']:,.0f} of 30,000 bytes per step."
+    ]
+
+
 @pytest.mark.parametrize("budget", [{"like_received": "topk:0.02:raw32:float32"}, {}])
 def test_equal_bytes_received_are_equal(tmp_path: Path, budget: dict[str, Any]) -> None:
     """Of four workers each receives three messages of Top-k, but what comes back only once."""

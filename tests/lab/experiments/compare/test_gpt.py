@@ -185,7 +185,7 @@ def test_what_a_run_ends_with_and_what_the_page_says(tmp_path: Path, data: str) 
     assert all(r["tuning"]["0.05"] < r["tuning"]["1e-06"] for r in records if r["tuning_seed"] == 0)
     assert records[-1]["outer"] == {"name": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True}
     page = write_report(tmp_path).read_text()
-    assert "nats per token (smaller is better)" in page and "text_sha256" in page
+    assert "test loss, nats (smaller is better)" in page and "text_sha256" in page
 
 
 def test_a_slice_of_another_text_is_refused(tmp_path: Path, data: str) -> None:

@@ -133,6 +133,12 @@ class CompareConfig(TaskSettings):
         return TASKS[self.task]
 
     @property
+    def metric_words(self) -> str:
+        """How it is judged, for people, with its unit."""
+        token = {"characters": "character", "bytes": "byte"}.get(self.tokens, "token")
+        return self.kind.metric_words.format(token=token)
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """What is used where the settings say nothing."""
         return self.kind.defaults

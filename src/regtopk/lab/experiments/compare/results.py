@@ -53,7 +53,20 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         "hardware": sorted({r["hardware"] for r in records}),
         "software": sorted({r["software"] for r in records}),
         "table": [_row(config, result) for result in best_first],
+        "notes": _unused_budgets(config, results),
     }
+
+
+def _unused_budgets(config: CompareConfig, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of methods that send every entry and still move fewer bytes than they may."""
+    budget = config.bytes_per_step or config.received_bytes_per_step
+    given = f" of {budget:,.0f}" if budget else ""
+    return [
+        f"{r['method']} leaves a part of the byte budget unused: density 1 moves "
+        f"{r[f'{config.budgeted}_per_step']:,.0f}{given} bytes per step."
+        for r in results
+        if config.is_at_equal_bytes and r["density"] == 1
+    ]
 
 
 def finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Key, Curves]:
@@ -200,7 +213,7 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
 
 def panels(config: CompareConfig) -> Sequence[Panel]:
     """Loss against iterations, quality against bytes, and where each method ended."""
-    metric, words = config.kind.metric, config.kind.metric_words or config.kind.metric
+    metric, words = config.kind.metric, config.metric_words or config.kind.metric
     name, moved, verb = words.split(",")[0].capitalize(), "received_bytes", "received"
     if config.num_workers == 1:  # it receives nothing
         moved, verb = "payload_bytes", "contributed"
@@ -219,7 +232,7 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 
 def description_of(config: CompareConfig) -> str:
     """What the page shows, and how runs are judged."""
-    words = config.kind.metric_words
+    words = config.metric_words
     return (
         f"{config.task}: {config.num_workers} workers with batches of {config.batch_size}, split "
         f"{config.split}, {config.optimizer}, {config.precision}. All methods start from the same models and "

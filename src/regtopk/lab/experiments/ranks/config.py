@@ -10,6 +10,7 @@ from regtopk.core.options import check_choice, integer, one_of, option
 from regtopk.distributed.options import Collective
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.settings import check_device
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES
 
@@ -75,6 +76,7 @@ class TrainConfig(CompareConfig):
             )
         if self.task == "digits" and self.data:
             raise ArgumentError(f"data must be empty for digits, which scikit-learn has, got {self.data!r}")
+        check_device("device", self.device)
         most, num_gpus = NUM_DIGITS // self.num_workers, torch.cuda.device_count()
         if self.task == "digits" and self.batch_size > most:
             raise ArgumentError(

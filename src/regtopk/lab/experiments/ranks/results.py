@@ -16,7 +16,7 @@ ON_ONE_MACHINE = "On one machine bytes cost nothing: regtopk plan says what they
 
 def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
     """Where each method ended, what it sent, and where its time went."""
-    name, words = f"test_{config.kind.metric.removeprefix('test_')}", config.kind.metric_words or DIGITS_READ
+    name, words = f"test_{config.kind.metric.removeprefix('test_')}", config.metric_words or DIGITS_READ
     curves = by_method(records)
     final = {method: own[-1] for method, own in curves.items()}
     sent, received = (
@@ -73,7 +73,7 @@ def finding(config: TrainConfig, quality: dict[str, float], received: dict[str, 
 
 def panels(config: TrainConfig) -> Sequence[Panel]:
     """Quality and training loss, against steps and against bytes sent."""
-    metric, words = config.kind.metric, config.kind.metric_words or DIGITS_READ
+    metric, words = config.kind.metric, config.metric_words or DIGITS_READ
     title, is_log = metric.replace("_", " ").capitalize(), not config.kind.is_better_higher
     quality = Panel(f"{title}, by steps", "step", metric, "step", words, log_y=is_log)
     loss = replace(quality, title="Loss, by steps", y="loss", y_label="training loss", log_y=True)

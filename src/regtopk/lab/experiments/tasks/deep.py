@@ -74,7 +74,7 @@ class Gpt(DeepTask):
     """The next token of a text: the test loss in nats per token, and in bits per byte of the text."""
 
     metric = "test_loss"
-    metric_words = "test loss, nats per token"
+    metric_words = "test loss, nats per {token}"
     is_better_higher = False
     has_blocks = True
     is_compiled = True
