@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.training import closing, flat_gradients, flat_parameters, loss_of, make_net, same
+from tests.distributed.training import closing, flat_gradients, flat_parameters, loss_of, make_net
 
 J = 3363
 
@@ -42,20 +42,6 @@ def test_step_averages_and_counts_missing_gradients_as_zero() -> None:
     exchange.step()
     assert torch.equal(flat_gradients(net), expected)
     assert net.last.bias.grad is not None and not net.last.bias.grad.any()
-
-
-@on_ranks(2)
-def test_named_pairs_are_as_good_as_a_module() -> None:
-    results = []
-    for is_module in (True, False):
-        net = make_net()
-        source = net if is_module else ((name, p) for name, p in net.named_parameters())
-        exchange = regtopk.Exchange(source, regtopk.RegTopK(density=0.1))
-        for step in range(4):
-            own_gradients(net, step)
-            exchange.step()
-            results.append(flat_gradients(net))
-    assert same(results[:4], results[4:])
 
 
 @on_ranks(2)

@@ -226,6 +226,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
     net.extra.requires_grad_(False)
     _, partly = attached(REGTOPK, net)
     before = algorithm_state(elsewhere.exchange), algorithm_state(other.exchange)
+    (part,), mine = job.exchange.state_dict()["shards"].values(), dist.get_rank() % 2
     rule = "must hold a sharded exchange of this model, which was saved as {"
     state_dict = ": exchange.sharded_state_dict()}, got "
     cases: dict[str, Callable[[], Any]] = {
@@ -235,6 +236,9 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
         "the model is sharded: call finish() before you save": lambda: elsewhere.load(tmp_path),
         "what sharded_state_dict() gave must be loaded by load_sharded(folder)": lambda: (
             job.exchange.load_state_dict(job.exchange.sharded_state_dict())
+        ),
+        f"shard of the saved state must be [{mine}, 2], got [{1 - mine}, 2]": lambda: (
+            job.exchange.load_state_dict({**part, "shard": [1 - mine, 2]})
         ),
         "parameters of the saved state must be this model's, got a difference in ['extra.bias', "
         "'extra.weight']": lambda: partly.load_sharded(tmp_path),

@@ -52,18 +52,6 @@ def test_the_model_is_the_ranks_own_again_after_agreed() -> None:
         assert torch.equal(loss_of(model, 7), own) and not torch.equal(agreed, own)
 
 
-@on_ranks(4)
-def test_all_updates_of_sgd_equal_native_hsdp() -> None:
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, native)]
-    regtopk.UpdateExchange(model, optimizers[0], regtopk.Dense(), process_group=mesh["replicate"])
-    for number in range(NUM_STEPS):
-        step(model, optimizers[0], number)
-        step(native, optimizers[1], number)
-    torch.testing.assert_close(whole_parameters(model), whole_parameters(native))
-
-
 # Replicas that are not sharded, whose exchange is cut by hand.
 
 

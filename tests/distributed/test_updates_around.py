@@ -26,21 +26,6 @@ def test_start_from_rank_0() -> None:
 
 
 @on_ranks(2)
-def test_train_parameters_without_names() -> None:
-    """What an optimizer takes will do: the same training as with the module."""
-    ends = []
-    for has_names in (True, False):
-        torch.manual_seed(0)
-        net = make_net()
-        optimizer = adamw(net)
-        source = net if has_names else net.parameters()
-        with closing(regtopk.UpdateExchange(source, optimizer, TOPK, every=2)):
-            train(net, optimizer, range(4))
-        ends.append(flat_parameters(net))
-    assert torch.equal(*ends)
-
-
-@on_ranks(2)
 def test_weigh_ranks_and_skip_layers() -> None:
     net = make_net()
     optimizer = sgd(net)

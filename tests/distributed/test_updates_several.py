@@ -15,7 +15,7 @@ import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded, whole_parameters
 from tests.distributed.test_delay import unsent
-from tests.distributed.test_updates import TOPK, adamw, is_same_on_all_ranks, nesterov, train
+from tests.distributed.test_updates import TOPK, is_same_on_all_ranks, nesterov
 from tests.distributed.training import (
     algorithm_state,
     closing,
@@ -140,13 +140,6 @@ def test_one_that_steps_twice_is_refused() -> None:
     it.adamw.step()
 
 
-@on_ranks(2)
-def test_each_of_them_has_one_exchange() -> None:
-    with training() as it:
-        assert refusal(lambda: regtopk.UpdateExchange(it.net, it.both, TOPK))[0] == "ClusterError"
-    regtopk.UpdateExchange(it.net, it.both, TOPK).close()
-
-
 # A GradScaler decides for each optimizer whether it steps.
 
 
@@ -269,24 +262,6 @@ def load_some(saved: Any) -> Any:
         it.train_until(10)
         assert it.exchange.num_rounds == 2  # and it trains
         return loaded
-
-
-@on_ranks(2)
-def test_states_of_other_optimizers_are_refused() -> None:
-    with training() as it:
-        it.train_until(1)
-        saved = it.exchange.state_dict()
-        net, before = make_net(), it.result()
-        optimizer = adamw(net)
-        with closing(regtopk.UpdateExchange(net, optimizer, TOPK, every=2)) as one:
-            train(net, optimizer, range(1))
-            said = [
-                refusal(lambda: one.load_state_dict(saved)),
-                refusal(lambda: it.exchange.load_state_dict(one.state_dict())),
-            ]
-        assert said[0][1] == "optimizer must be that of the saved state, 'Muon, AdamW', got 'AdamW'"
-        assert said[1][1] == "optimizer must be that of the saved state, 'AdamW', got 'Muon, AdamW'"
-        assert same(it.result(), before)
 
 
 @on_ranks(2)
