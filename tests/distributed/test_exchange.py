@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_updates import mean_over_ranks
 from tests.distributed.training import closing, flat_gradients, flat_parameters, loss_of, make_net
 
 J = 3363
@@ -20,12 +21,6 @@ def own_gradients(net: nn.Module, step: int) -> Tensor:
     net.zero_grad()
     loss_of(net, step).backward()
     return flat_gradients(net)
-
-
-def mean_over_ranks(gradients: Tensor, group: Any = None) -> Tensor:
-    total = gradients.clone()
-    dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ from regtopk.distributed.steps.agreement import Agreement
 from regtopk.errors import ClusterError
 from regtopk.lab.experiments.settings import threads_for
 from regtopk.simulate import Cluster
+from tests.distributed import test_updates
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import (
     GRIDS,
@@ -47,11 +48,7 @@ LR = 0.5
 
 def train(model: nn.Module, steps: range = range(NUM_STEPS), **arguments: Any) -> Tensor:
     """The parameters after some steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, **arguments).backward()
-        optimizer.step()
+    test_updates.train(model, torch.optim.SGD(model.parameters(), lr=LR), steps, **arguments)
     return whole_parameters(model)
 
 

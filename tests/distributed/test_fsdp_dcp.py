@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import attached, grid, sharded, whole, whole_parameters
-from tests.distributed.test_updates import nesterov
-from tests.distributed.training import algorithm_state, loss_of, make_net, refusal, same
+from tests.distributed.test_updates import nesterov, train
+from tests.distributed.training import algorithm_state, make_net, refusal, same
 
 KINDS = ("attach", "updates")
 REGTOPK = regtopk.RegTopK(density=0.05, value_code="4bit")
@@ -43,10 +43,7 @@ class Job:
             self.exchange = regtopk.UpdateExchange(self.model, self.optimizer, algorithm, **options, **narrow)
 
     def train(self, steps: range) -> None:
-        for step in steps:
-            self.optimizer.zero_grad()
-            loss_of(self.model, step).backward()
-            self.optimizer.step()
+        train(self.model, self.optimizer, steps)
 
     def save(self, folder: Path) -> None:
         content = {"model": get_model_state_dict(self.model), "exchange": self.exchange.sharded_state_dict()}

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.errors import ClusterError
+from tests.distributed import test_updates
 from tests.distributed.ranks import on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -29,11 +30,7 @@ ALGORITHM = regtopk.RegTopK(density=0.1)
 
 
 def train(model: nn.Module, num_steps: int = 6) -> Tensor:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    test_updates.train(model, test_updates.sgd(model), range(num_steps))
     return flat_parameters(model)
 
 
