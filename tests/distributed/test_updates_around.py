@@ -1,4 +1,4 @@
-"""UpdateExchange with what users have around it: schedules, clipping, groups, tied weights, Muon and more."""
+"""UpdateExchange with what users have around it: weights, tied and frozen layers, Muon, LBFGS and more."""
 
 from typing import Any
 
@@ -43,41 +43,6 @@ def test_weigh_ranks_and_skip_layers() -> None:
             assert bool(is_close.all()) == (first < 4)  # three steps are two rounds
         assert exchange.last_step.num_entries == int(is_bias.sum()) + round(0.1 * int((~is_bias).sum()))
         assert all(bucket.flat is None for bucket in exchange._steps.buckets.all)  # no copy of the update
-
-
-@on_ranks(2)
-def test_schedule_clip_and_accumulate() -> None:
-    """Four batches a step, clipped, by a schedule; compared with the same loop on all data of both ranks."""
-    results = []
-    for is_exchanged in (True, False):
-        net = make_net()
-        groups: list[dict[str, Any]] = [
-            {"params": list(net.first.parameters()), "lr": 0.2},
-            {"params": list(net.last.parameters())},
-        ]
-        for layer in (net.extra, net.middle):
-            layer.requires_grad_(False)
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        exchange = regtopk.UpdateExchange(net, optimizer, regtopk.Dense()) if is_exchanged else None
-        for number in range(16):
-            (loss_of(net, number) / 4).backward()
-            if number % 4 == 3:
-                norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-                assert norm > 0.01
-                if not is_exchanged:
-                    for p in net.parameters():
-                        if p.grad is not None:
-                            p.grad = mean(p.grad)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        if exchange is not None:
-            assert exchange.num_steps == exchange.num_rounds == 4
-            exchange.close()
-        results.append(flat_parameters(net))
-    assert (results[0] - results[1]).abs().max() < 1e-6
-    assert not torch.equal(results[0], flat_parameters(make_net()))
 
 
 class Tied(nn.Module):
