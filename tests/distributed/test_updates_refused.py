@@ -175,6 +175,20 @@ def step_unequally() -> tuple[str, str]:
     return "fine", f"{exchange.num_steps} steps"
 
 
+@on_ranks(2)
+def test_resumed_from_different_rounds() -> None:
+    net = make_net()
+    optimizer = sgd(net)
+    with closing(regtopk.UpdateExchange(net, optimizer, TOPK)) as exchange:
+        train(net, optimizer, range(1))
+        saved = exchange.state_dict()
+        train(net, optimizer, range(1, 2))
+        if dist.get_rank() == 0:
+            exchange.load_state_dict(saved)
+        kind, text = refusal(lambda: train(net, optimizer, range(2, 3)))
+    assert kind == "ClusterError" and "same step, got step 1 on rank 0, step 2 on rank 1" in text
+
+
 def test_typos() -> None:
     with pytest.raises(TypeError, match=r"unexpected option 'evry' \(did you mean 'every'\?\)"):
         regtopk.UpdateExchange(make_net(), sgd(make_net()), TOPK, evry=2)  # type: ignore[call-arg]
