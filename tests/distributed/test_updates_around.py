@@ -84,7 +84,7 @@ def test_train_tied_and_frozen() -> None:
 @on_ranks(2)
 def test_train_with_two_optimizers() -> None:
     """Muon for matrices, AdamW for the rest: an exchange for each, by pairs."""
-    net, has_onednn = make_net(), torch.backends.mkldnn.enabled
+    net = make_net()
     matrices = {name: p for name, p in net.named_parameters() if p.ndim == 2}
     others = {name: p for name, p in net.named_parameters() if p.ndim != 2}
     muon = torch.optim.Muon(matrices.values(), lr=0.01)
@@ -102,8 +102,6 @@ def test_train_with_two_optimizers() -> None:
             adam.step()
             net.zero_grad()
         assert exchange.num_rounds == 3 and exchange.last_step.num_entries == 10
-    # where a CPU has no bfloat16, Muon's products make torch give up oneDNN, and other tests get other bits
-    torch.backends.mkldnn.set_flags(has_onednn, _fp32_precision=None)
     assert is_same_on_all_ranks(flat_parameters(net)) and not is_same_on_all_ranks(local[0])
 
 
