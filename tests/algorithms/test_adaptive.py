@@ -8,7 +8,6 @@ import torch
 
 from regtopk import ALGORITHMS, EF21, AdaptiveDensity, Consensus, GradientDropping, RegTopK, TopK
 from regtopk.core import WithDensity
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import WEIGHTS, J, N, random_grads, residual_of
 
@@ -128,20 +127,3 @@ def test_the_options_say_what_is_adapted() -> None:
     options = AdaptiveDensity(algorithm=TopK(k=3), bytes_per_step=10.0).options()
     assert options["algorithm"] == "TopK(density=None, k=3, value_code=float32, returned=None, impute=0.0)"
     assert AdaptiveDensity().options()["algorithm"].startswith("RegTopK(density=0.01, ")
-
-
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [
-        ("mipd-style", {"decay": 0.1}),
-        ("chunked-topk", {"decay": 0.5}),
-        ("scalecom", {"beta": 0.1}),
-        ("consensus", {"sum_code": "4bit"}),
-    ],
-)
-def test_an_error_cannot_be_held_where_an_option_loses_some_of_the_residual(name: str, option: Any) -> None:
-    losing, keeping = HAVE_DENSITY[name](density=0.05, **option), HAVE_DENSITY[name](density=0.05)
-    with pytest.raises(ArgumentError, match=r"for a target_error to be measured \(give bytes_per_step"):
-        AdaptiveDensity(algorithm=losing, target_error=0.5)
-    AdaptiveDensity(algorithm=losing, bytes_per_step=100.0)
-    AdaptiveDensity(algorithm=keeping, target_error=0.5)

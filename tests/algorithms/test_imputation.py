@@ -54,28 +54,6 @@ def sent_by(algorithm: Algorithm[Any], grads: Tensor) -> Tensor:
 
 
 @kinds
-def test_conserved_to_the_bit_where_numbers_are_exact(kind: type[Any]) -> None:
-    """Two workers of equal weight, small whole gradients, rho = 1/2: every product and sum is exact.
-
-    A residual has one bit more behind the point after each step, of the 53 that float64 has.
-    """
-    options = {"momentum": 0.0} if kind is DGC else {}
-    algorithm = kind(k=7, impute=0.5, **options)
-    cluster = Cluster(algorithm, num_workers=2)
-    grads = torch.randint(-3, 4, (30, 2, J), generator=torch.Generator().manual_seed(0)).double()
-    applied = torch.zeros(J).double()
-    for step in grads:
-        applied += cluster.step(step)
-    assert torch.equal(applied + residual_of(cluster).mean(0), grads.sum(0).mean(0))
-    assert not torch.equal(applied, plain_sum(kind(k=7, **options), grads))  # and something was imputed
-
-
-def plain_sum(algorithm: Algorithm[Any], grads: Tensor) -> Tensor:
-    cluster = Cluster(algorithm, num_workers=grads.shape[1])
-    return torch.stack([cluster.step(step) for step in grads]).sum(0)
-
-
-@kinds
 def test_nothing_changes_where_there_is_nothing_to_impute(kind: type[Any]) -> None:
     (grads,) = random_grads(1)
     same = grads[:1].expand(N, J)
@@ -92,18 +70,6 @@ def test_nothing_changes_where_there_is_nothing_to_impute(kind: type[Any]) -> No
         for _ in range(3):
             assert torch.equal(plain.step(given), imputed.step(given))
         assert_same(saved_tensors(plain), saved_tensors(imputed))
-
-
-@kinds
-def test_workers_of_weight_zero_neither_send_nor_count(kind: type[Any]) -> None:
-    """The others do what they would do alone, and their weights are what is missing of an entry."""
-    active, algorithm = [0, 2, 3], kind(k=20, impute=0.5)
-    whole = Cluster(algorithm, num_workers=4, weights=[0.5, 0.0, 0.3, 0.2])
-    alone = Cluster(algorithm, num_workers=3, weights=[0.5, 0.3, 0.2])
-    for grads in random_grads(3):
-        assert torch.equal(whole.step(grads), alone.step(grads[active]))
-    assert torch.equal(residual_of(whole)[active], residual_of(alone))
-    assert not bool(residual_of(whole)[1].any())  # what it does is undone
 
 
 def test_regtopk_remembers_the_imputed_aggregate() -> None:

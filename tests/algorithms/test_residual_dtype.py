@@ -47,15 +47,6 @@ def test_what_is_far_smaller_than_the_residual_adds_up() -> None:
     assert 1.8 < float(state.residual[0, 1]) < 2.2  # 2 in float32
 
 
-def test_a_cluster_resumes_with_the_same_bits() -> None:
-    straight, resumed = (cluster_of(TopK(k=5), "bfloat16") for _ in range(2))
-    grads = random_grads(6)
-    for each in grads[:3]:
-        straight.step(each)
-    resumed.load_state_dict(straight.state_dict())
-    assert all(torch.equal(straight.step(each), resumed.step(each)) for each in grads[3:])
-
-
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ArgumentError, match="residual_dtype must be one of"):
         Cluster(Dense(), num_workers=1, residual_dtype="float16")

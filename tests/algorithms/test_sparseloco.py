@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor
 
-from regtopk import SparseLoCo, TopK
+from regtopk import SparseLoCo
 from regtopk.core import Layout
 from regtopk.simulate import Cluster
 
@@ -49,15 +49,3 @@ def test_the_mean_over_senders_of_the_largest_of_each_tile() -> None:
         assert cluster.state is not None
         kept = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in residuals])
         torch.testing.assert_close(cluster.state.state_dict()["residual"], kept, rtol=0, atol=2**-22)
-
-
-def test_nobody_pays_for_the_mean_unlike_with_imputation() -> None:
-    """On one tile, without decay: rho = 1 applies the same mean, and those that did not send pay it."""
-    layout = Layout.anonymous(3)
-    updates = torch.tensor([[4.0, 1.0, 0.5], [1.0, 6.0, 0.5]])
-    loco = Cluster(SparseLoCo(k=1, value_code="float32", decay=1.0), num_workers=2, layout=layout)
-    imputed = Cluster(TopK(k=1, impute=1.0), num_workers=2, layout=layout)
-    assert loco.step(updates).tolist() == imputed.step(updates).tolist() == [4.0, 6.0, 0.0]
-    assert loco.state is not None and imputed.state is not None
-    assert loco.state.state_dict()["residual"].tolist() == [[0.0, 1.0, 0.5], [1.0, 0.0, 0.5]]
-    assert imputed.state.state_dict()["residual"].tolist() == [[0.0, -5.0, 0.5], [-3.0, 0.0, 0.5]]

@@ -1,18 +1,14 @@
 """The aggregate, recovered from the parameters that a server sends back."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from regtopk.algorithms import RegTopK
-from regtopk.algorithms.posterior import ScoredState
-from regtopk.core import Conversation, Worker, aggregate_from_parameters
+from regtopk.core import aggregate_from_parameters
 from regtopk.errors import ArgumentError
-from regtopk.simulate import Cluster
 
 LR = 0.05
 
@@ -49,36 +45,6 @@ def test_the_error_is_that_of_the_rounded_parameters(dtype: torch.dtype, lr: flo
     is_unmoved = parameter.detach() == before
     assert bool((found[is_unmoved] == 0).all())
     assert bool(is_unmoved.any()) == (dtype == torch.float32)  # 1e-9 lr is below float32's steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class FromParameters(RegTopK):
-    """RegTop-k of workers that get the parameters back from a server, not the aggregate."""
-
-    def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
-        conversation = super().exchange(grad, state, worker)
-        before = torch.full((worker.numel,), 0.5, dtype=torch.float64)
-        after = before - LR * (yield next(conversation))
-        with pytest.raises(StopIteration) as done:
-            conversation.send(aggregate_from_parameters(before, after, LR))
-        aggregate: Tensor = done.value.value
-        return aggregate
-
-
-@pytest.mark.parametrize("reference", ["previous", "current"])
-def test_regtopk_selects_the_same_from_parameters_as_from_the_aggregate(reference: Any) -> None:
-    options = {"k": 6, "mu": 1.0, "reference": reference}
-    clusters = [
-        Cluster(kind(**options), num_workers=4, weights=[0.4, 0.3, 0.2, 0.1])
-        for kind in (RegTopK, FromParameters)
-    ]
-    targets = 3 * torch.randn(4, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    models = [torch.zeros(30, dtype=torch.float64) for _ in clusters]
-    for _ in range(60):
-        models = [m - LR * cluster.step(m - targets) for m, cluster in zip(models, clusters, strict=True)]
-        one, other = (cluster.state_dict()["state"]["indices"] for cluster in clusters)
-        assert torch.equal(one, other)
-    torch.testing.assert_close(models[0], models[1], rtol=0, atol=1e-12)
 
 
 W = torch.ones(2)

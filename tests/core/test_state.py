@@ -47,20 +47,6 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole(change: dict[str, Tenso
     assert all(tensor.unique().tolist() == [2.0] for tensor in target.state_dict().values())
 
 
-@pytest.mark.parametrize("k_afterwards", [1, 2, 4])
-def test_some_workers_get_back_what_they_had(k_afterwards: int) -> None:
-    state, rows = example(7.0), torch.tensor([0, 2])
-    kept = state.copy_of_workers(rows)
-    state.residual = torch.zeros(3, 4)
-    state.indices = torch.zeros(3, k_afterwards, dtype=torch.int64)
-    state.mean = torch.zeros(4)
-    state.restore_workers_(rows, kept)
-    assert state.residual.tolist() == [[7.0] * 4, [0.0] * 4, [7.0] * 4]
-    expected = [7, 7] if k_afterwards == 2 else [0] * k_afterwards  # a selection of another size stays
-    assert state.indices.tolist() == [expected, [0] * k_afterwards, expected]
-    assert state.mean.tolist() == [0.0] * 4  # shared state follows the cluster
-
-
 def test_sums_are_kept_in_at_least_float32() -> None:
     dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
     kept = [accumulation_dtype(dtype) for dtype in dtypes]

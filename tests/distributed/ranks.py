@@ -183,8 +183,11 @@ def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, backend: str
         timeout=timedelta(seconds=timeout_s),
     )
     _send(pipe, (True, "here"))
+    has_onednn = torch.backends.mkldnn.enabled
     while True:
         function, args, warnings.filters = _receive(pipe)
+        # where a CPU has no bfloat16, Muon's products make torch give up oneDNN: others would get other bits
+        torch.backends.mkldnn.set_flags(has_onednn, _fp32_precision=None)
         try:
             with warnings.catch_warnings():  # which takes note of the new filters
                 answer = function(*args)

@@ -4,7 +4,8 @@ import torch
 
 import regtopk
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import SMALL_BUCKETS, ddp, flat_parameters, loss_of, refusal
+from tests.distributed.test_updates import sgd, train
+from tests.distributed.training import SMALL_BUCKETS, ddp, flat_parameters, refusal
 
 
 @on_ranks(2)
@@ -24,12 +25,12 @@ def train_detached_and_plain(**options: object) -> None:
     model, plain = ddp(**SMALL_BUCKETS, **options), ddp(**SMALL_BUCKETS, **options)
     exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1))
     for trained in (model, plain):  # both: DDP makes its buckets in the second backward
-        train(trained, 0, 3)
+        train(trained, sgd(trained), range(3))
     sent_bytes = exchange.total.sent_bytes
     exchange.detach()
     plain.module.load_state_dict(model.module.state_dict())
     for trained in (model, plain):
-        train(trained, 3, 6)
+        train(trained, sgd(trained), range(3, 6))
     assert exchange.num_steps == 3 and exchange.total.sent_bytes == sent_bytes
     assert exchange.total.residual_norm == 0  # what was not sent is dropped
     assert exchange.summary().endswith(
@@ -38,11 +39,3 @@ def train_detached_and_plain(**options: object) -> None:
     refused = "ClusterError", "the exchange must not be used after detach()"
     assert refusal(exchange.state_dict) == refused
     assert torch.equal(flat_parameters(model), flat_parameters(plain))
-
-
-def train(model: torch.nn.Module, first: int, last: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.training import closing, flat_gradients, flat_parameters, loss_of, make_net, same
+from tests.distributed.test_updates import mean_over_ranks
+from tests.distributed.training import closing, flat_gradients, flat_parameters, loss_of, make_net
 
 J = 3363
 
@@ -20,12 +21,6 @@ def own_gradients(net: nn.Module, step: int) -> Tensor:
     net.zero_grad()
     loss_of(net, step).backward()
     return flat_gradients(net)
-
-
-def mean_over_ranks(gradients: Tensor, group: Any = None) -> Tensor:
-    total = gradients.clone()
-    dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)
 
 
 @on_ranks(2)
@@ -42,20 +37,6 @@ def test_step_averages_and_counts_missing_gradients_as_zero() -> None:
     exchange.step()
     assert torch.equal(flat_gradients(net), expected)
     assert net.last.bias.grad is not None and not net.last.bias.grad.any()
-
-
-@on_ranks(2)
-def test_named_pairs_are_as_good_as_a_module() -> None:
-    results = []
-    for is_module in (True, False):
-        net = make_net()
-        source = net if is_module else ((name, p) for name, p in net.named_parameters())
-        exchange = regtopk.Exchange(source, regtopk.RegTopK(density=0.1))
-        for step in range(4):
-            own_gradients(net, step)
-            exchange.step()
-            results.append(flat_gradients(net))
-    assert same(results[:4], results[4:])
 
 
 @on_ranks(2)

@@ -1,7 +1,6 @@
 """Models of fully_shard, replicated over a slow axis: gradients are exchanged between equal parts."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ from regtopk.distributed.steps.agreement import Agreement
 from regtopk.errors import ClusterError
 from regtopk.lab.experiments.settings import threads_for
 from regtopk.simulate import Cluster
+from tests.distributed import test_updates
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import (
     GRIDS,
@@ -48,11 +48,7 @@ LR = 0.5
 
 def train(model: nn.Module, steps: range = range(NUM_STEPS), **arguments: Any) -> Tensor:
     """The parameters after some steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, **arguments).backward()
-        optimizer.step()
+    test_updates.train(model, torch.optim.SGD(model.parameters(), lr=LR), steps, **arguments)
     return whole_parameters(model)
 
 
@@ -294,29 +290,7 @@ def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
         assert (attached - expected).norm() < 2**-8 * expected.norm()
 
 
-# Checkpoints and the way back.
-
-
-@on_ranks(4)
-def test_a_checkpoint_of_the_same_mesh_goes_on_bit_for_bit() -> None:
-    algorithm = regtopk.RegTopK(density=0.05)
-    model, exchange = attached(algorithm)
-    train(model, range(3))
-    net = make_net()
-    saved = exchange.state_dict()
-    nn.utils.vector_to_parameters(whole_parameters(model), net.parameters())
-    straight = train(model, range(3, 6))
-    again, resumed = attached(algorithm, net)
-    ((_, part),) = saved["shards"].items()
-    mine, other = part["shard"][0], 1 - part["shard"][0]
-    of_another_part = [{"shards": {f"{other} of 2": part}}, {**part, "shard": [other, 2]}]
-    assert [refusal(partial(resumed.load_state_dict, state))[1] for state in of_another_part] == [
-        f"the saved state must hold part {mine} of 2, got parts ['{other} of 2']",
-        f"shard of the saved state must be [{mine}, 2], got [{other}, 2]",
-    ]
-    resumed.load_state_dict(saved)
-    assert resumed.num_steps == 3
-    assert torch.equal(straight, train(again, range(3, 6)))
+# The way back.
 
 
 @on_ranks(4)

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import attached, grid, sharded, whole, whole_parameters
-from tests.distributed.test_updates import nesterov
-from tests.distributed.training import algorithm_state, loss_of, make_net, refusal, same
+from tests.distributed.test_updates import nesterov, train
+from tests.distributed.training import algorithm_state, make_net, refusal, same
 
 KINDS = ("attach", "updates")
 REGTOPK = regtopk.RegTopK(density=0.05, value_code="4bit")
@@ -43,10 +43,7 @@ class Job:
             self.exchange = regtopk.UpdateExchange(self.model, self.optimizer, algorithm, **options, **narrow)
 
     def train(self, steps: range) -> None:
-        for step in steps:
-            self.optimizer.zero_grad()
-            loss_of(self.model, step).backward()
-            self.optimizer.step()
+        train(self.model, self.optimizer, steps)
 
     def save(self, folder: Path) -> None:
         content = {"model": get_model_state_dict(self.model), "exchange": self.exchange.sharded_state_dict()}
@@ -226,6 +223,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
     net.extra.requires_grad_(False)
     _, partly = attached(REGTOPK, net)
     before = algorithm_state(elsewhere.exchange), algorithm_state(other.exchange)
+    (part,), mine = job.exchange.state_dict()["shards"].values(), dist.get_rank() % 2
     rule = "must hold a sharded exchange of this model, which was saved as {"
     state_dict = ": exchange.sharded_state_dict()}, got "
     cases: dict[str, Callable[[], Any]] = {
@@ -235,6 +233,9 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
         "the model is sharded: call finish() before you save": lambda: elsewhere.load(tmp_path),
         "what sharded_state_dict() gave must be loaded by load_sharded(folder)": lambda: (
             job.exchange.load_state_dict(job.exchange.sharded_state_dict())
+        ),
+        f"shard of the saved state must be [{mine}, 2], got [{1 - mine}, 2]": lambda: (
+            job.exchange.load_state_dict({**part, "shard": [1 - mine, 2]})
         ),
         "parameters of the saved state must be this model's, got a difference in ['extra.bias', "
         "'extra.weight']": lambda: partly.load_sharded(tmp_path),

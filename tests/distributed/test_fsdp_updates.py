@@ -13,7 +13,7 @@ import regtopk
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import on_ranks
 from tests.distributed.sharding import GRIDS, attached, grid, replica, sharded, whole, whole_parameters
-from tests.distributed.test_updates import is_same_on_all_ranks, nesterov
+from tests.distributed.test_updates import is_same_on_all_ranks, nesterov, train
 from tests.distributed.training import algorithm_state, batch, loss_of, make_net, refusal, same
 
 TOPK = regtopk.TopK(density=0.05, value_code="4bit")
@@ -33,35 +33,16 @@ def exchanging(model: Any, algorithm: Any = TOPK, **options: Any) -> tuple[Any, 
     return regtopk.UpdateExchange(model, optimizer, algorithm, **options), optimizer
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, number).backward()
-    optimizer.step()
-
-
 @on_ranks(4)
 def test_the_model_is_the_ranks_own_again_after_agreed() -> None:
     model = sharded(grid(2, 2)["shard"])
     exchange, optimizer = exchanging(model, every=2, fragments=2)
-    for number in range(3):
-        step(model, optimizer, number)
+    train(model, optimizer, range(3))
     with torch.no_grad():
         own = loss_of(model, 7)
         with exchange.agreed():
             agreed = loss_of(model, 7)
         assert torch.equal(loss_of(model, 7), own) and not torch.equal(agreed, own)
-
-
-@on_ranks(4)
-def test_all_updates_of_sgd_equal_native_hsdp() -> None:
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, native)]
-    regtopk.UpdateExchange(model, optimizers[0], regtopk.Dense(), process_group=mesh["replicate"])
-    for number in range(NUM_STEPS):
-        step(model, optimizers[0], number)
-        step(native, optimizers[1], number)
-    torch.testing.assert_close(whole_parameters(model), whole_parameters(native))
 
 
 # Replicas that are not sharded, whose exchange is cut by hand.
@@ -75,8 +56,7 @@ def test_it_equals_replicas_that_exchange_in_the_same_parts(shape: tuple[int, in
     model = sharded(mesh["shard"])
     outer = nesterov if has_outer else None
     exchange, optimizer = exchanging(model, outer=outer, process_group=mesh["replicate"].get_group())
-    for number in range(NUM_STEPS):
-        step(model, optimizer, number)
+    train(model, optimizer, range(NUM_STEPS))
     assert torch.equal(whole_parameters(model), train_by_hand(*shape, has_outer))
     assert exchange.num_rounds == NUM_STEPS // 2
 
@@ -128,8 +108,7 @@ def test_parameters_in_the_cpus_memory() -> None:
     models = [sharded(grid(2, 2)["shard"], **policy) for policy in policies]
     for model in models:
         _, optimizer = exchanging(model)
-        for number in range(NUM_STEPS):
-            step(model, optimizer, number)
+        train(model, optimizer, range(NUM_STEPS))
     assert torch.equal(*map(whole_parameters, models))
 
 
@@ -140,10 +119,9 @@ def test_parameters_in_the_cpus_memory() -> None:
 def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
     model = sharded(grid(2, 2)["shard"])
     exchange, optimizer = exchanging(model)
-    for number in range(2):
-        step(model, optimizer, number)
+    train(model, optimizer, range(2))
     before = whole_parameters(model)
-    step(model, optimizer, 2)
+    train(model, optimizer, range(2, 3))
     optimizer.zero_grad()
     loss_of(model, 3).backward()
     if dist.get_rank() == 1:
@@ -152,8 +130,7 @@ def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
     assert torch.equal(whole_parameters(model), before)
     has_state = [bool(optimizer.state.get(p)) for p in (model.middle.weight, model.first.weight)]
     assert has_state == [dist.get_rank() >= 2, True]  # both parts of what the NaN has reached start anew
-    for number in range(4, 6):
-        step(model, optimizer, number)
+    train(model, optimizer, range(4, 6))
     assert exchange.num_rounds == 2 and whole_parameters(model).isfinite().all()
     assert exchange.total.num_skipped == 1
 
@@ -166,16 +143,14 @@ def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
 def test_a_checkpoint_goes_on_bit_for_bit(num_before: int) -> None:
     model = sharded(grid(2, 2)["shard"])
     exchange, optimizer = exchanging(model, outer=nesterov)
-    for number in range(num_before):
-        step(model, optimizer, number)
+    train(model, optimizer, range(num_before))
     saved = exchange.state_dict()
     gathered = exchange.gather_state_dict()  # one for each part, on its first replica
     assert (gathered is not None) == (replica() == 0)
     if gathered is not None:
         ((place, part),) = gathered["shards"].items()
         assert place == f"{dist.get_rank() % 2} of 2" and sorted(part["workers"]) == ["0", "1"]
-    for number in range(num_before, 6):
-        step(model, optimizer, number)
+    train(model, optimizer, range(num_before, 6))
     again = sharded(grid(2, 2)["shard"])
     with torch.no_grad():
         for p in again.parameters():
@@ -183,8 +158,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(num_before: int) -> None:
         resumed, its_optimizer = exchanging(again, outer=nesterov)
         loss_of(again, 0)  # FSDP keeps the root whole, which must not hide what is loaded
     resumed.load_state_dict(saved)
-    for number in range(num_before, 6):
-        step(again, its_optimizer, number)
+    train(again, its_optimizer, range(num_before, 6))
     assert same(algorithm_state(resumed), algorithm_state(exchange))
     assert torch.equal(whole_parameters(model), whole_parameters(again))
 
@@ -221,7 +195,7 @@ def test_parameters_that_come_later_are_refused() -> None:
         model = sharded(grid(2, 2)["shard"])
         model.extra.requires_grad_(name == "later")
         _, optimizer = exchanging(model, every=1)
-        step(model, optimizer, 0)
+        train(model, optimizer, range(1))
         model.later = fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
         model.later.requires_grad_(name == "later")
         model.extra.requires_grad_(True)
@@ -238,8 +212,7 @@ def test_updates_follow_gradients_after_detach() -> None:
     models = model, sharded(grid(2, 2)["shard"])
     for model in models:
         _, optimizer = exchanging(model)
-        for number in range(3):
-            step(model, optimizer, number)
+        train(model, optimizer, range(3))
     assert torch.equal(*map(whole_parameters, models))
 
 
@@ -253,7 +226,6 @@ def test_parameters_are_taken_as_pairs_too() -> None:
     optimizer = adam(model.parameters())
     pairs = list(model.named_parameters())
     regtopk.UpdateExchange(pairs, optimizer, TOPK, process_group=grid(2, 2)["replicate"])
-    for number in range(2):
-        step(model, optimizer, number)
+    train(model, optimizer, range(2))
     mine = whole(model.last.weight.detach())
     assert is_same_on_all_ranks(mine) and mine.isfinite().all()

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.errors import ClusterError
+from tests.distributed import test_updates
 from tests.distributed.ranks import on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -17,7 +17,6 @@ from tests.distributed.training import (
     batch,
     closing,
     ddp,
-    flat_gradients,
     flat_parameters,
     loss_of,
     make_net,
@@ -29,11 +28,7 @@ ALGORITHM = regtopk.RegTopK(density=0.1)
 
 
 def train(model: nn.Module, num_steps: int = 6) -> Tensor:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    test_updates.train(model, test_updates.sgd(model), range(num_steps))
     return flat_parameters(model)
 
 
@@ -50,41 +45,6 @@ def test_registered_by_hand_is_as_good_as_attach() -> None:
         with closing(exchange):
             results.append((train(model), algorithm_state(exchange), exchange.total.sent_bytes))
     assert same(*results)
-
-
-@pytest.mark.parametrize("mu", [None, 4.0])
-@on_ranks(2)
-def test_a_dozen_steps_are_the_equations(mu: float | None) -> None:
-    """To the bit: halves are exact, a sum of two is rounded once. DDP makes new buckets after one step."""
-    model, alone = ddp(**SMALL_BUCKETS), make_net()
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone)]
-    algorithm = regtopk.TopK(density=0.1) if mu is None else regtopk.RegTopK(density=0.1, mu=mu)
-    residual, factor = torch.zeros(3363), torch.ones(3363)
-    sizes = [p.numel() for p in alone.parameters()]
-    with closing(regtopk.attach(model, algorithm)) as exchange:
-        for step in range(12):
-            for net in (model, alone):
-                net.zero_grad()
-                loss_of(net, step).backward()
-            accumulated = residual + flat_gradients(alone)
-            chosen = (accumulated.abs() * factor).topk(336).indices
-            sent = torch.zeros(3363).index_copy(0, chosen, accumulated[chosen])
-            residual, aggregate = accumulated - sent, sent / 2
-            dist.all_reduce(aggregate)
-            if mu is not None:  # tanh(|1 + D| / mu)
-                factor = (aggregate / (sent / 2)).abs().div(mu).tanh().where(sent != 0, torch.ones(()))
-            assert torch.equal(flat_gradients(model), aggregate)
-            assert torch.equal(flat_residual(exchange, model), residual)
-            for p, part in zip(alone.parameters(), aggregate.split(sizes), strict=True):
-                p.grad = part.view_as(p)
-            for optimizer in optimizers:
-                optimizer.step()
-
-
-def flat_residual(exchange: Any, model: nn.Module) -> Tensor:
-    entries = exchange.state_dict()["workers"][str(dist.get_rank())]["entries"]
-    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
-    return torch.cat([entries[name]["residual"].flatten() for name in names])
 
 
 @on_ranks(2)

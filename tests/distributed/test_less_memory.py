@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import regtopk
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_updates import nesterov, train
 from tests.distributed.training import (
     closing,
     flat_gradients,
@@ -62,9 +63,7 @@ def test_theta_start_in_the_cpus_memory_changes_no_bit() -> None:
         options: dict[str, Any] = {"every": 2, "outer": nesterov, "anchors": anchors, **NARROW}
         with closing(regtopk.UpdateExchange(net, optimizer, TOPK, **options)) as exchange:
             for step in range(7):  # the last one is inside a round
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                optimizer.step()
+                train(net, optimizer, range(step, step + 1))
                 kept = exchange._model._kept
                 starts = list(exchange._model.start.values())
                 assert (kept is None) == (anchors == "device")
@@ -78,7 +77,3 @@ def test_theta_start_in_the_cpus_memory_changes_no_bit() -> None:
         found.append(flat_parameters(net))
     assert same(*states)
     assert torch.equal(*found)
-
-
-def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)

@@ -42,12 +42,6 @@ def make_bucket() -> Bucket:
     return Bucket(("w",), algorithm, worker, algorithm.init(worker))
 
 
-def test_an_aggregates_memory_is_used_again() -> None:
-    bucket, aggregate = make_bucket(), torch.ones(8)
-    bucket.sums.recycle(aggregate, torch.ones(8), *bucket.state.state_dict().values())
-    assert bucket.sums.spare is not None and bucket.sums.spare.vector is aggregate
-
-
 def test_the_memory_of_a_sparse_sum_is_cleared_where_it_is_not_zero() -> None:
     indices = torch.tensor([[3, 700], [3, 999]])
 
@@ -71,14 +65,3 @@ def test_memory_that_is_in_use_is_left_alone() -> None:
     residual = bucket.state.state_dict()["residual"]
     bucket.sums.recycle(residual.view(8), flat, residual)
     assert bucket.sums.spare is None
-
-
-def test_a_state_that_is_taken_back_is_the_old_one() -> None:
-    bucket = make_bucket()
-    for step in (1.0, 2.0):
-        before = bucket.state.clone().state_dict()
-        bucket.keep_state()
-        bucket.state.state_dict()["residual"].add_(step)
-        bucket.take_back()
-        assert torch.equal(bucket.state.state_dict()["residual"], before["residual"])
-        bucket.state.state_dict()["residual"].add_(step)

@@ -114,11 +114,3 @@ def test_every_bit_of_muon(two_ranks: Ranks, data: Path) -> None:
 def test_plain_ddp_of_two_ranks(two_ranks: Ranks, data: Path) -> None:
     """Sums of two numbers have one order alone. On four ranks gloo adds in another order than ours."""
     check(two_ranks, "dense", data, has_hook=False)
-
-
-@pytest.mark.parametrize(("num_ranks", "collective"), [(2, "all_gather"), (4, "split")])
-def test_imputed_sums_however_they_run(
-    two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, collective: str, data: Path
-) -> None:
-    for label in (f"{IMPUTED}:every=2", "topk:impute=0.35"):
-        check({2: two_ranks, 4: four_ranks}[num_ranks], label, data, densities=(0.1,), collective=collective)

@@ -1,32 +1,15 @@
 """examples/train_fsdp.py on 2 x 2 ranks: by updates, resumed, by gradients, and by torch's own HSDP."""
 
-import contextlib
-import io
 import math
-import runpy
-import sys
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
-
-import torch.distributed as dist
 
 from tests.distributed.ranks import Ranks
+from tests.distributed.training import run_example, write_numbers
 
 UNTRAINED = math.log(256)  # the loss of a model that knows nothing
-SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_fsdp.py")
-
-
-def run_script(*words: str) -> str:
-    """What the script prints in a process that is in a group, and stays in it."""
-    small = ["--layers", "1", "--width", "32", "--lr", "0.01", "--steps"]
-    with (
-        patch.object(sys, "argv", [SCRIPT, *small, *words]),
-        patch.object(dist, "init_process_group"),
-        patch.object(dist, "destroy_process_group"),
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-    ):
-        runpy.run_path(SCRIPT, run_name="__main__")
-    return printed.getvalue()
+SMALL = ("--layers", "1", "--width", "32", "--lr", "0.01", "--steps")
+run_script = partial(run_example, "train_fsdp.py", *SMALL)
 
 
 def run_all(folder: Path) -> list[str]:
@@ -42,8 +25,7 @@ def run_all(folder: Path) -> list[str]:
 
 
 def test_it_trains_in_each_of_its_ways(four_ranks: Ranks, tmp_path: Path) -> None:
-    lines = [f"{number} is followed by {number + 1}.\n" for number in range(5000)]
-    (tmp_path / "text.txt").write_text("".join(lines))
+    write_numbers(tmp_path / "text.txt")
     printed, *others = four_ranks.run(run_all, tmp_path)
     assert others == [[""] * 5] * 3
     begun, resumed, _, gradients, dense = printed

@@ -1,33 +1,21 @@
 """examples/train_gpt.py on two ranks, in processes that are there: by updates, resumed, dense, with Muon."""
 
-import contextlib
-import io
 import runpy
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed.ranks import Ranks
+from tests.distributed.training import run_example, write_numbers
 from tests.test_readme import commands
 
 GPT = str(Path(__file__).parents[2] / "examples" / "train_gpt.py")
 
 
 def run_script(*words: str) -> str:
-    """What the script prints in a process that is in a group, and stays in it."""
     of_readme = commands("torchrun")[1][3:]  # made smaller by the words that follow
     small = [*of_readme, "--layers", "1", "--width", "32", "--batch", "4", "--lr", "0.02", "--steps"]
-    with (
-        patch.object(sys, "argv", [GPT, *small, *words]),
-        patch.object(dist, "init_process_group"),
-        patch.object(dist, "destroy_process_group"),
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-    ):
-        runpy.run_path(GPT, run_name="__main__")
-    return printed.getvalue()
+    return run_example("train_gpt.py", *small, *words)
 
 
 def run_four_times(folder: Path) -> list[str]:
@@ -41,8 +29,7 @@ def run_four_times(folder: Path) -> list[str]:
 
 
 def test_it_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_path: Path) -> None:
-    lines = [f"{number} is followed by {number + 1}.\n" for number in range(5000)]
-    (tmp_path / "text.txt").write_text("".join(lines))
+    write_numbers(tmp_path / "text.txt")
     printed, silent = two_ranks.run(run_four_times, tmp_path)
     begun, resumed, dense, muon = printed
     assert begun.startswith("0 of 5 steps are done; ") and "\n5 steps: test loss " in begun

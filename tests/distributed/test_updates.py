@@ -43,10 +43,10 @@ def nesterov(parameters: list[nn.Parameter], lr: float = 0.7) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
 
 
-def train(net: nn.Module, optimizer: Optimizer, steps: range) -> None:
+def train(net: nn.Module, optimizer: Optimizer, steps: range, **arguments: Any) -> None:
     for step in steps:
         optimizer.zero_grad()
-        loss_of(net, step).backward()
+        loss_of(net, step, **arguments).backward()
         optimizer.step()
 
 
@@ -108,31 +108,6 @@ def test_dense_updates_of_sgd_are_ddp() -> None:
                 # an update is rounded to what parameters can tell apart: 5 roundings of numbers up to 0.3
                 assert (flat_parameters(net) - flat_parameters(ddp)).abs().max() < 5 * 2**-24
                 assert exchange.num_steps == exchange.num_rounds == 5
-
-
-@on_ranks(2)
-def test_dense_rounds_are_diloco() -> None:
-    for every, outer in ((2, None), (4, None), (2, nesterov), (4, nesterov)):
-        net = make_net()
-        optimizer = adamw(net)
-        with exchanging(net, optimizer, every=every, outer=outer) as exchange:
-            train(net, optimizer, range(8))
-            assert exchange.num_steps == 8 and exchange.num_rounds == 8 // every
-        assert (flat_parameters(net) - diloco(every, outer is not None)).abs().max() < 1e-6, (every, outer)
-
-
-def diloco(every: int, has_momentum: bool) -> Tensor:
-    """D = theta_start - mean of theta_n; u := 0.9 u + D; theta := theta_start - 0.7 (D + 0.9 u)."""
-    net = make_net()
-    optimizer = adamw(net)
-    start, momentum = flat_parameters(net), torch.zeros(())
-    for first in range(0, 8, every):
-        train(net, optimizer, range(first, first + every))
-        delta = start - mean_over_ranks(flat_parameters(net))
-        momentum = 0.9 * momentum + delta
-        start = start - (0.7 * (delta + 0.9 * momentum) if has_momentum else delta)
-        nn.utils.vector_to_parameters(start.clone(), net.parameters())  # which does not copy
-    return start
 
 
 def test_ranks_and_the_simulator_agree_bit_for_bit(two_ranks: Ranks, four_ranks: Ranks) -> None:

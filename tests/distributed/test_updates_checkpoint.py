@@ -3,15 +3,12 @@
 import io
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
 from regtopk.distributed.updates.optimizers import weighted_mean
@@ -245,20 +242,6 @@ def test_inside_a_round_without_a_residual() -> None:
             "the saved state must be from a round's end, or after finish(): '0.weight' has no residual to "
             "take up what was learned since, and the ranks or their weights have changed",
         )
-
-
-@on_ranks(2)
-def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """An exchange saves and loads itself, inside a round, with all that a new one does not have yet."""
-    straight, resumed = Training(), Training()
-    with closing(straight.exchange), closing(resumed.exchange):
-        straight.train_until(6)
-        save({"exchange": straight.exchange}, checkpoint_id=tmp_path)
-        load({"exchange": resumed.exchange}, checkpoint_id=tmp_path)
-        resumed.scheduler.load_state_dict(straight.scheduler.state_dict())
-        straight.train_until(10)
-        resumed.train_until(10)
-        assert same(resumed.result(), straight.result())
 
 
 def test_the_mean_of_optimizer_states() -> None:

@@ -46,17 +46,6 @@ def test_what_the_fast_kernels_cannot_do_goes_to_the_reference(name: str) -> Non
     assert dispatch.kernel_for(*CANNOT[name]) is reference
 
 
-@pytest.mark.parametrize("numel", [100, LARGE])
-def test_input_that_is_not_in_one_piece_gives_the_same_result(numel: int) -> None:
-    torch.manual_seed(0)
-    residual, grad = torch.randn(numel, 2), torch.randn(numel, 2)
-    plain, plain_grad = residual.T.clone(), grad.T.clone()
-    indices, values = kernels.kernel_for(residual.T, grad.T).take_largest_(residual.T, grad.T, 50)
-    expected = kernels.kernel_for(plain, plain_grad).take_largest_(plain, plain_grad, 50)
-    assert torch.equal(indices, expected[0]) and torch.equal(values, expected[1])
-    assert torch.equal(residual.T, plain)
-
-
 def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     assert dispatch.kernel_for(torch.zeros(LARGE), None) is reference

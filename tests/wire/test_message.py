@@ -109,13 +109,6 @@ def test_index_sets_travel_without_values(index_code: str, indices: list[int]) -
     assert torch.equal(found.indices[0], sent.indices) and not bool(status.any())
 
 
-def test_padding_is_not_sent() -> None:
-    indices, values = torch.tensor([3, 5, 9, 0]), torch.tensor([1.0, 2.0, 4.0, float("nan")])
-    padded = SparseGradient(indices, values, 10, count=torch.tensor(3))
-    full = SparseGradient(indices[:3], values[:3], 10)
-    assert torch.equal(wire.encode(padded), wire.encode(full))
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 400), st.sampled_from(VALUE_CODES), dtypes, st.integers(0, 2**32))
 def test_segments(size: int, code: str, dtype: torch.dtype, seed: int) -> None:

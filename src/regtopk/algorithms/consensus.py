@@ -46,7 +46,7 @@ class Consensus(Sparsifier[ScoredState]):
     def promises(self) -> Promises:
         """With a lossy sum_code a worker does not conserve its own; all workers together still do."""
         if not is_lossless(self.sum_code):
-            return frozenset({"exact_k", "replicates", "shared_support"})
+            return frozenset({"conserves_sum", "exact_k", "replicates", "shared_support"})
         return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
     def init(self, worker: Worker) -> ScoredState:

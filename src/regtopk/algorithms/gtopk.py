@@ -30,7 +30,7 @@ class GTopK(ErrorFeedback, Sparsifier[ResidualState]):
     """
 
     name = "gtopk"
-    promises = frozenset({"dense_at_full_density", "exact_k", "replicates"})
+    promises = frozenset({"conserves_sum", "dense_at_full_density", "exact_k", "replicates"})
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         k = self.num_selected(worker)

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
 from regtopk.lab.report.figure import draw_all, drawings_of, styles_of_run
 from regtopk.lab.report.frontier import Frontier, Point, frontier_of
 from regtopk.lab.report.page import write_report
-from regtopk.lab.report.style import FEW, MAX_COLOURS, OTHER
+from regtopk.lab.report.style import FEW, MAX_COLOURS
 from regtopk.lab.runs import Panel, Run, RunWriter, make_header
 
 if TYPE_CHECKING:
@@ -84,14 +83,6 @@ def test_one_order_everywhere() -> None:
     assert bars.yaxis_inverted()  # the first is at the top
     *few, others = [text.get_text() for text in figure.subfigs[-1].legends[0].get_texts()]
     assert few == [label for label in labels if label in few] and others == "14 others"
-
-
-def test_all_but_a_few_are_grey() -> None:
-    lines = drawn(len(METHODS)).axes[0].get_lines()
-    colours = [to_hex(str(line.get_color())) for line in lines]
-    assert colours.count(OTHER.light) == len(METHODS) - FEW
-    grey = {line.get_zorder() for line in lines if line.get_color() == OTHER.light}
-    assert max(grey) < min(line.get_zorder() for line in lines if line.get_color() != OTHER.light)
 
 
 def test_bars_are_the_numbers_of_the_table() -> None:

@@ -97,16 +97,6 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_data_are_read(
         run(QUICK, tmp_path)
 
 
-def test_a_run_in_progress_is_neither_joined_nor_replaced(tmp_path: Path) -> None:
-    def progress(fraction: float, words: str = "") -> None:
-        for resume in (True, False):
-            with pytest.raises(OutputError, match="must not be written by another process"):
-                FIG3.record(QUICK, tmp_path, command="", resume=resume, force=not resume)
-
-    summary = FIG3.record(QUICK, tmp_path, command="", progress=progress)
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-
-
 def test_a_slice_that_ends_while_another_reads_the_data_stays_in_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
