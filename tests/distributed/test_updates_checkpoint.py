@@ -177,6 +177,16 @@ DAMAGES: list[tuple[Any, str]] = [
     (partial(reshape_buffer, "now"), "saved state, {'1.running_mean': (3,)"),
     (partial(reshape_buffer, "start"), "at a round's start must be that of the saved state, {'1.runn"),
     (lambda saved, mine: saved.pop("updates"), f"a saved UpdateExchange {NO_UPDATES}"),
+    (lambda saved, mine: mine.update(num_steps=-7), "num_steps must be an integer of at least 0, got -7"),
+    (lambda saved, mine: mine.update(skipped="ab"), "skipped fragments must be that of the saved state, 2"),
+    (
+        lambda saved, mine: mine.update(sent={"0.bias": torch.zeros(3)}),
+        "shape of what was sent must be that of the saved state, {'0.bias': (3,)}",
+    ),
+    (
+        lambda saved, mine: saved["updates"]["outer_state"][0].update(state=[1]),
+        "the saved state is malformed: AttributeError",
+    ),
 ]
 
 

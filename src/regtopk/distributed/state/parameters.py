@@ -89,6 +89,11 @@ def _trainable(
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, p in named_pairs(source):
+        if p.is_meta:
+            raise ClusterError(
+                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
+                "give it values first"
+            )
         if not p.requires_grad or name in ignored:
             continue
         if name in named or id(p) in seen:

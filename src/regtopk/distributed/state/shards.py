@@ -197,11 +197,6 @@ def check_placements(pairs: Iterable[tuple[str, Any]]) -> None:
                 f"parameter {name!r} must be sharded as the others are, got a plain tensor: call fully_shard "
                 "on the whole model, too"
             )
-        if p.device.type == "meta":
-            raise ClusterError(
-                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
-                "give it values first"
-            )
         if p.device_mesh.ndim != 1:
             raise ClusterError(
                 f"mesh of parameter {name!r} must have 1 dimension, the shard axis, got "

@@ -29,25 +29,11 @@ from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
 from regtopk.distributed.updates.inner import Inner, InnerOptimizers
+from regtopk.distributed.updates.notices import LoadNotice, ReadNotice
 from regtopk.errors import ClusterError
 from regtopk.rounds import cut_evenly
 
 Anchors = Literal["device", "cpu"]
-
-
-class LoadNotice:
-    """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
-
-    _has_loaded = False
-
-    def __call__(self, *_: Any) -> None:
-        """Called by the module."""
-        self._has_loaded = True
-
-    def taken(self) -> bool:
-        """Whether it has, since this was last asked."""
-        has_loaded, self._has_loaded = self._has_loaded, False
-        return has_loaded
 
 
 class LocalModel:
@@ -91,7 +77,7 @@ class LocalModel:
         self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
         self.update: dict[str, Tensor] = {}
         self.outer = optimizers.make_outer(outer, list(self.start.values()))
-        self.notice = LoadNotice()
+        self.notice, self.read_notice = LoadNotice(), ReadNotice()
         self.hooks: list[Any] = []
 
     def describe(self) -> dict[str, Any]:
@@ -122,8 +108,9 @@ class LocalModel:
         self.write_back()
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.end_means()
-        modules = [] if self._module is None else self._module.modules()
+        modules = [] if self._module is None else list(self._module.modules())
         self.hooks = [part.register_load_state_dict_post_hook(self.notice) for part in modules]
+        self.hooks += [part.register_state_dict_pre_hook(self.read_notice) for part in modules]
         for bucket in buckets:
             vector = torch.zeros(bucket.layout.numel, dtype=self._flat.dtype, device=self.parameters.device)
             self._vectors[bucket.names] = vector

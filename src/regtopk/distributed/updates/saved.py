@@ -23,14 +23,18 @@ from copy import deepcopy
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from regtopk.core.options import check_integer, true_or_false
 from regtopk.distributed.state.parameters import is_dtensor
-from regtopk.distributed.state.saved import kept_ranks, malformed, refuse_missing
+from regtopk.distributed.state.saved import MOST_STEPS, kept_ranks, malformed, refuse_missing
 from regtopk.distributed.state.shards import copied, like, local, shapes_of
+from regtopk.distributed.transport.collectives import as_bytes
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import describe_outer, names_in, weighted_mean
 from regtopk.errors import StateError
@@ -103,6 +107,20 @@ def loaded(
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
         _check(model, rounds, updates, new)
     return {key: part for key, part in saved.items() if key != "updates"}, new
+
+
+def common(new: LoadedModel) -> dict[str, Any]:
+    """What is the same on all ranks of a saved run, theta_start and the outer optimizer as a checksum."""
+    checksum, starts = 0, [start for _, start in sorted(new.start.items())]
+    for leaf in tree_leaves([starts, new.outer_state]):
+        is_tensor = isinstance(leaf, Tensor)
+        part: Any = as_bytes(leaf.cpu().flatten()).numpy() if is_tensor else repr(leaf).encode()
+        checksum = crc32(part, checksum)
+    return {
+        "num_steps": new.num_steps,
+        "place in a round": (not new.parameters, sorted(new.sent), list(new.skipped)),
+        "theta_start and outer state (a checksum)": checksum,
+    }
 
 
 def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
@@ -182,7 +200,8 @@ def _held(model: LocalModel) -> list[list[str | None]]:
 def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: LoadedModel) -> None:
     """Refuse a state of another optimizer, of other shapes, or with a NaN."""
     outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
-    begun = shapes_of(new.buffers["start"])
+    begun, sent = shapes_of(new.buffers["start"]), shapes_of(new.sent)
+    under_way = [name for names in model.fragments if not sent.keys().isdisjoint(names) for name in names]
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
     facts += [("optimizer", model.inner.kinds, updates["inner"])]
     if "held" in updates:
@@ -194,6 +213,8 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         ("shape of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
         ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
+        ("shape of what was sent", {name: model.parameters.shapes[name] for name in under_way}, sent),
+        ("number of skipped fragments", rounds.fragments if sent else 0, len(new.skipped)),
     ]
     for what, own, found in facts:
         if own != found:
@@ -201,7 +222,12 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
+    check_integer("num_steps", new.num_steps, at_least=0, at_most=MOST_STEPS)
+    for is_skipped in new.skipped:
+        true_or_false("skipped", is_skipped)
     _check_optimizer(model.inner.param_groups, new.optimizer)
+    if model.outer is not None:
+        _check_optimizer(model.outer.param_groups, new.outer_state)
 
 
 def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:

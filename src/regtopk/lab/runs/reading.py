@@ -1,12 +1,13 @@
 """Reading a run's folder back; an `OutputError` says what is no run."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from regtopk.errors import OutputError
+from regtopk.errors import OutputError, RegtopkError
 from regtopk.lab.runs.run import CARRIED, CONFIG, METRICS, SUMMARY, Record, Run
 
 T = TypeVar("T")
@@ -17,7 +18,7 @@ RUN_HEADER = ANY_HEADER | {"experiment": str, "config": dict, "panels": list}
 
 def read_header(folder: Path, types: Mapping[str, type] = ANY_HEADER) -> dict[str, Any]:
     """The config.json of a run, or of a folder of several."""
-    header = _read(folder / CONFIG, _parse_object)
+    header = _read(folder / CONFIG, parse_object)
     for name, kind in types.items():
         given = header.get(name)
         if not isinstance(given, kind):
@@ -38,7 +39,7 @@ def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
 def read_run(folder: Path) -> Run:
     """Read a finished run back, its seeds merged."""
     header = read_header(folder, RUN_HEADER)
-    summary = _read(folder / SUMMARY, _parse_object)
+    summary = _read(folder / SUMMARY, parse_object)
     return Run(folder, header, merge_seeds(_read(folder / METRICS, _parse_lines)), summary)
 
 
@@ -46,6 +47,11 @@ def read_records(folder: Path) -> list[Record]:
     """The records of a run so far; none if it has not begun."""
     path = folder / METRICS
     return _read(path, _parse_lines, "a run") if path.exists() else []
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run's folder."""
+    return _read(path, parse_object, "a run")
 
 
 def merge_seeds(records: Sequence[Record]) -> list[Record]:
@@ -74,6 +80,18 @@ def _merge(records: Sequence[Record]) -> Record:
     return merged
 
 
+@contextmanager
+def reading_from(folder: Path, what: str) -> Iterator[None]:
+    """Turn what records that were made up or damaged lead to into an `OutputError` that names the folder."""
+    try:
+        yield
+    except RegtopkError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise OutputError(f"folder must hold a run that can be {what}, got {folder}: {reason}") from error
+
+
 def _read(path: Path, parse: Callable[[str], T], what: str = "a finished run") -> T:
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -84,8 +102,12 @@ def _read(path: Path, parse: Callable[[str], T], what: str = "a finished run") -
     raise OutputError(f"folder must hold {what}, but {path} cannot be read: {reason}")
 
 
-def _parse_object(text: str) -> dict[str, Any]:
-    content = json.loads(text)
+def parse_object(text: str) -> dict[str, Any]:
+    """The JSON object in a text; a ValueError if it holds none."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("lists and objects are nested too deeply") from None
     if not isinstance(content, dict):
         raise ValueError(f"an object is expected, got {text[:40].strip()!r}")
     return content
@@ -97,7 +119,7 @@ def _parse_lines(text: str) -> list[Record]:
     carried: Record = {}
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
-            record = _parse_object(line)
+            record = parse_object(line)
         except ValueError as error:
             raise ValueError(f"record {number}: {error}") from None
         carried |= {name: record.pop(name) for name in CARRIED if name in record}

@@ -13,6 +13,7 @@ from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES
 
+MOST_RANKS = 256  # processes on one machine
 NUM_DIGITS = 1437  # scikit-learn's for training
 # settings that only the simulator has
 SIMULATED = (
@@ -53,7 +54,7 @@ class TrainConfig(CompareConfig):
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """
 
-    num_workers: int = option(0, integer(at_least=2))
+    num_workers: int = option(0, integer(at_least=2, at_most=MOST_RANKS))
     num_evaluations: int = 0
     collective: Collective = option("auto", one_of("auto", "all_gather", "split"))
 
