@@ -15,8 +15,8 @@ from regtopk.core.worker import Layout
 from regtopk.distributed.state.saved import check_state
 from regtopk.errors import StateError
 
-_HEAD = b"regtopk-memory:"  # then the checksum, in 4 bytes; older files begin with what torch.save writes
-_NUM_BYTES = 4
+_HEAD = b"regtopk-memory:"  # then the checksum; older files begin with what torch.save writes
+HEAD_BYTES = len(_HEAD) + 4
 
 
 def pack(saved: dict[str, Any]) -> bytes:
@@ -24,14 +24,13 @@ def pack(saved: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     content = buffer.getvalue()
-    return _HEAD + crc32(content).to_bytes(_NUM_BYTES, "little") + content
+    return _HEAD + crc32(content).to_bytes(4, "little") + content
 
 
 def unpack(file: bytes) -> dict[str, Any]:
     """What `pack` was given; a file of an older version has no checksum to compare."""
     if file.startswith(_HEAD):
-        start = len(_HEAD) + _NUM_BYTES
-        checksum, file = int.from_bytes(file[len(_HEAD) : start], "little"), file[start:]
+        checksum, file = int.from_bytes(file[len(_HEAD) : HEAD_BYTES], "little"), file[HEAD_BYTES:]
         if crc32(file) != checksum:
             raise StateError("another checksum: the file is damaged")
     saved: dict[str, Any] = torch.load(io.BytesIO(file), weights_only=True)
@@ -52,10 +51,10 @@ def check(saved: dict[str, Any], fresh: State, numel: int) -> None:
         if kept is None and when == "before":
             continue
         like, state, sent = fresh.state_dict(), kept["state"], kept["sent"]
-        has_selection = check_state(state, like, f"the state {when}")
+        has_selection = check_state(state, like, f"the memory {when}")
         flat, values = like["residual"], sent["values"]
-        check_state({"model": kept["model"]}, {"model": flat}, f"what it has {when}")
-        check_state({"values": values}, {"values": flat[: len(values)]}, f"what it sent {when}")
+        check_state({"model": kept["model"]}, {"model": flat}, f"the memory {when}")
+        check_state({"values": values}, {"values": flat[: len(values)]}, f"the message {when}")
         for indices in (sent["indices"], *([state["indices"]] if has_selection else [])):
             _check_indices(indices, numel)
         if type(sent["round"]) is not int or not isinstance(sent["token"], str):
