@@ -76,7 +76,8 @@ class Comparison(Experiment[CompareConfig]):
                 groups = _groups(config, rows, done, numel)
                 for new in self._run(config, problem, folder, groups, done, progress):
                     writer.add(new)
-                summary = self.summarise(config, read_records(folder))
+                with reading_from(folder, "summarised"):
+                    summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
         return summary
 

@@ -55,7 +55,7 @@ class TrainConfig(CompareConfig):
     """
 
     num_workers: int = option(0, integer(at_least=2, at_most=MOST_RANKS))
-    num_evaluations: int = 0
+    num_evaluations: int = option(0, integer(at_least=1))
     collective: Collective = option("auto", one_of("auto", "all_gather", "split"))
 
     def __post_init__(self) -> None:
