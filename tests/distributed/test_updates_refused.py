@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.test_bad_models import sharded
+from tests.distributed.test_bad_models import META, sharded
 from tests.distributed.test_updates import nesterov, sgd, train
 from tests.distributed.training import closing, ddp, flat_parameters, make_net, refusal, same
 
@@ -206,6 +206,16 @@ def test_states_that_are_not_of_one_moment_of_one_run() -> None:
         theirs = "rank 1 cannot load the state: StateError: " if dist.get_rank() == 0 else ""
         assert said[-1][1].startswith(f"{theirs}the saved state is malformed: TypeError")
         assert same(exchange.state_dict(), right) and torch.equal(flat_parameters(net), before)
+
+
+@on_ranks(2)
+def test_a_model_without_memory_frozen_or_not() -> None:
+    for of_it in ("first", "last"):
+        net = make_net().to("meta")
+        for name, p in [] if of_it == "first" else list(net.named_parameters()):
+            p.requires_grad_(not name.startswith("last"))
+        text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))  # noqa: B023
+        assert text == ("ClusterError", f"parameter '{of_it}.weight' {META}")
 
 
 def test_typos() -> None:

@@ -89,11 +89,6 @@ def _trainable(
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, p in named_pairs(source):
-        if p.is_meta:
-            raise ClusterError(
-                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
-                "give it values first"
-            )
         if not p.requires_grad or name in ignored:
             continue
         if name in named or id(p) in seen:
@@ -133,6 +128,16 @@ def _refuse_modules(module: nn.Module) -> None:
 def uncompiled(model: object) -> object:
     """The module inside torch.compile's wrapper, which has no hooks of its own."""
     return getattr(model, "_orig_mod", model)
+
+
+def refuse_meta(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters without memory."""
+    for name, p in pairs:
+        if p.is_meta:
+            raise ClusterError(
+                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
+                "give it values first"
+            )
 
 
 def is_fsdp(module: object) -> bool:

@@ -20,6 +20,7 @@ from regtopk.distributed.state.parameters import (
     is_dtensor,
     is_fsdp2,
     named_pairs,
+    refuse_meta,
 )
 from regtopk.distributed.transport.collectives import EXAMPLE, Collectives, group_or_default
 from regtopk.errors import ArgumentError, ClusterError
@@ -191,6 +192,8 @@ def refuse_hooks(model: nn.Module) -> None:
 
 def check_placements(pairs: Iterable[tuple[str, Any]]) -> None:
     """Refuse what is no DTensor of a shard axis."""
+    pairs = list(pairs)
+    refuse_meta(pairs)
     for name, p in pairs:
         if not is_dtensor(p):
             raise ClusterError(

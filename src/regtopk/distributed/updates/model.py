@@ -21,6 +21,7 @@ from regtopk.distributed.state.parameters import (
     is_fsdp,
     is_fsdp2,
     named_pairs,
+    refuse_meta,
     uncompiled,
 )
 from regtopk.distributed.state.saved_shards import Piece, Sharding
@@ -67,6 +68,7 @@ class LocalModel:
         parts = cut_evenly(list(sizes.values()), fragments)
         self.fragments = [tuple(sizes)[part.start : part.stop] for part in parts]
         self.frozen = {name: p for name, p in named_pairs(source) if name not in named}
+        refuse_meta(self.frozen.items())
         self.buffers = ModelBuffers(self._module, buffers)
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, named).items()}

@@ -17,7 +17,7 @@ import torch
 from regtopk._version import __version__
 from regtopk.errors import StateError
 from regtopk.lab.plan.exchange import Units, Work
-from regtopk.lab.runs import parse_object, write_json, writing_to
+from regtopk.lab.runs import write_json, writing_to
 
 Line = dict[str, float]  # seconds per unit
 
@@ -40,14 +40,14 @@ class Calibration:
     def read(cls, path: Path) -> "Calibration":
         """A calibration from a file; a `StateError` if it cannot be read, or is none."""
         try:
-            content = parse_object(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
             costs = [seconds for line in content["lines"].values() for seconds in line.values()]
             if not all(0 <= seconds < math.inf for seconds in costs):
                 raise ValueError("a cost is negative or not finite")
             return cls(dict(content["machine"]), content["lines"])
         except OSError as error:
             raise StateError(f"calibration must be readable, but {path} is not: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
                 f"calibration must be what `regtopk plan` writes, but {path} is not: {error!r}"
             ) from error

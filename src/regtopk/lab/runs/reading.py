@@ -18,7 +18,7 @@ RUN_HEADER = ANY_HEADER | {"experiment": str, "config": dict, "panels": list}
 
 def read_header(folder: Path, types: Mapping[str, type] = ANY_HEADER) -> dict[str, Any]:
     """The config.json of a run, or of a folder of several."""
-    header = _read(folder / CONFIG, parse_object)
+    header = _read(folder / CONFIG, _parse_object)
     for name, kind in types.items():
         given = header.get(name)
         if not isinstance(given, kind):
@@ -39,7 +39,7 @@ def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
 def read_run(folder: Path) -> Run:
     """Read a finished run back, its seeds merged."""
     header = read_header(folder, RUN_HEADER)
-    summary = _read(folder / SUMMARY, parse_object)
+    summary = _read(folder / SUMMARY, _parse_object)
     return Run(folder, header, merge_seeds(_read(folder / METRICS, _parse_lines)), summary)
 
 
@@ -51,7 +51,7 @@ def read_records(folder: Path) -> list[Record]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run's folder."""
-    return _read(path, parse_object, "a run")
+    return _read(path, _parse_object, "a run")
 
 
 def merge_seeds(records: Sequence[Record]) -> list[Record]:
@@ -102,8 +102,7 @@ def _read(path: Path, parse: Callable[[str], T], what: str = "a finished run") -
     raise OutputError(f"folder must hold {what}, but {path} cannot be read: {reason}")
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object in a text; a ValueError if it holds none."""
+def _parse_object(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except RecursionError:
@@ -119,7 +118,7 @@ def _parse_lines(text: str) -> list[Record]:
     carried: Record = {}
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
-            record = parse_object(line)
+            record = _parse_object(line)
         except ValueError as error:
             raise ValueError(f"record {number}: {error}") from None
         carried |= {name: record.pop(name) for name in CARRIED if name in record}

@@ -7,16 +7,7 @@ from typing import Any, NamedTuple
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import check_index_code, check_value_code
-from regtopk.core.options import (
-    check_choice,
-    check_integer,
-    check_options,
-    check_positive,
-    integer,
-    one_of,
-    option,
-    within,
-)
+from regtopk.core.options import check_choice, check_options, check_positive, integer, one_of, option, within
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.splits import check_split
 from regtopk.lab.experiments.settings import check_densities, parse_seeds, settings_of
@@ -24,7 +15,6 @@ from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.method import Grid, GridPoint, Method
 
-MOST_DRAWS = 2**30
 OWN = ("data", "algorithms", "seeds")  # settings in which runs of one folder may differ
 
 
@@ -101,8 +91,6 @@ class CompareConfig(TaskSettings):
         labels = (self.algorithms or ",".join(ALGORITHMS)).split(",")
         object.__setattr__(self, "algorithms", ",".join(word.strip() for word in labels if word.strip()))
         check_options(self)
-        num_draws = self.num_steps * self.num_workers * self.batch_size  # of examples, which are kept
-        check_integer("num_steps * num_workers * batch_size", num_draws, at_most=MOST_DRAWS)
         parse_seeds(self.seeds)
         check_split(self.split)
         check_value_code(self.value_code)
