@@ -227,6 +227,25 @@ def test_parts_of_another_save_are_refused_by_name_and_those_of_format_1_load(
     assert same(again.state, here.state)
 
 
+def load_refused(folder: Path) -> tuple[str, str]:
+    run = Run("updates")
+    with closing(run.exchange), regtopk.Checkpoints(folder) as checkpoints:
+        return refusal(lambda: checkpoints.load(exchange=run.exchange))
+
+
+def test_ranks_that_begin_from_different_models_are_refused_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 1 has another theta_start, with the checksums that then are right."""
+    two_ranks.run(start, "updates", tmp_path, 2)
+    (save,) = tmp_path.iterdir()
+    part = torch.load(save / "rank-1.pt", weights_only=True)
+    part["exchange"]["updates"]["start"]["last.bias"] += 1
+    torch.save(part, save / "rank-1.pt")
+    content = (save / "rank-1.pt").read_bytes()
+    reseal(save / "rank-1.json", files={"rank-1.pt": [len(content), crc32(content)]})
+    for kind, text in two_ranks.run(load_refused, tmp_path):
+        assert kind == "StateError" and "one moment of one run, with the same theta_start" in text
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_a_save_that_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path, saved: Path, how: str) -> None:
     folder = shutil.copytree(saved, tmp_path / "run")

@@ -14,15 +14,7 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp_dcp import Job
 from tests.distributed.test_updates import TOPK, adamw, exchanging, is_same_on_all_ranks, sgd, train
 from tests.distributed.test_updates import mean_over_ranks as mean
-from tests.distributed.training import (
-    closing,
-    ddp,
-    flat_parameters,
-    listening,
-    loss_of,
-    make_net,
-    refusal,
-)
+from tests.distributed.training import closing, ddp, flat_parameters, listening, loss_of, make_net, refusal
 
 
 @on_ranks(2)

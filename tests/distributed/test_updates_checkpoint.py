@@ -160,6 +160,11 @@ DAMAGES: list[tuple[Any, str]] = [
         partial(set_in_group, "params", [1, 0, 2, 3, 4, 5]),
         "must be [[0, 1, 2, 3, 4, 5]], got [[1, 0, 2, 3, 4, 5]]",
     ),
+    (
+        partial(set_in_group, "betas", (0.9, "a")),
+        "betas of the saved optimizer must be like (0.9, 0.999), got",
+    ),
+    (partial(set_in_group, "maximize", 3.5), "maximize of the saved optimizer must be like False, got 3.5"),
     (partial(set_in_group, "lr", "a"), "lr of the saved optimizer must be a finite number, got 'a'"),
     (lambda saved, mine: mine["optimizer"].pop("state"), "the saved state is malformed: KeyError: 'state'"),
     (lambda saved, mine: mine["optimizer"].update(state=[1]), "the saved state is malformed: AttributeError"),
@@ -170,6 +175,11 @@ DAMAGES: list[tuple[Any, str]] = [
     (
         partial(put_moment, torch.zeros(3)),
         "exp_avg of the saved optimizer must have its parameter's shape, (",
+    ),
+    (partial(put_moment, (1, 2)), "exp_avg of the saved optimizer must have its parameter's shape, ("),
+    (
+        lambda saved, mine: mine["optimizer"]["state"][0].update(step="a"),
+        "step of the saved optimizer must be a finite number, got 'a'",
     ),
     (lambda saved, mine: saved["updates"].pop("every"), "the saved state is malformed: KeyError: 'every'"),
     (lambda saved, mine: saved["updates"].update(inner="SGD"), "saved state, 'SGD', got 'AdamW'"),

@@ -60,17 +60,12 @@ def plan(
     densities = None if density is None else _densities(density)
     labels = None if algorithms is None else algorithms.split(",")
     num_workers = parse_count("workers", workers)
-    num_steps = None if every is None else parse_count("every", every)
+    steps = None if every is None else parse_count("every", every)
     if optimizer is not None:
         check_choice("optimizer", optimizer, OPTIMIZERS)
     exchange = exchange or ("gradients" if optimizer in (None, "sgd") else "updates")
     methods = planned_methods(
-        densities,
-        labels,
-        exchange=exchange,
-        every=num_steps,
-        optimizer=optimizer or "",
-        num_workers=num_workers,
+        densities, labels, exchange=exchange, every=steps, optimizer=optimizer or "", num_workers=num_workers
     )
     usual = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
     trained_by = cast(Optimizer, optimizer or usual)
@@ -93,7 +88,7 @@ def plan(
         "step_time_s": link.compute_s,
         "exchange": exchange,
         "optimizer": trained_by,
-        "every": num_steps,
+        "every": steps,
         "calibration": costs.machine,
     }
     summary = page.summary(found, inputs)

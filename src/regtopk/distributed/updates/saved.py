@@ -176,12 +176,18 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
     for name, tensor in new.parameters.items():
         model.parameters.named[name].copy_(tensor)
     model.buffers.load(new.buffers)
-    model.inner.load_state_dict(deepcopy(new.optimizer))  # which would go on in the saved tensors
+    model.inner.load_state_dict(_completed(model.inner.param_groups, new.optimizer))
     for optimizer in model.inner.all if model.is_sharded else ():
         shard_state(optimizer)
     if model.outer is not None:
-        model.outer.load_state_dict(deepcopy(new.outer_state))
+        model.outer.load_state_dict(_completed(model.outer.param_groups, new.outer_state))
     model.notice.taken()
+
+
+def _completed(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
+    """A copy, since optimizers go on in what they load; options that a group lacks are those of now."""
+    told = [{**own, **group} for own, group in zip(groups, saved["param_groups"], strict=True)]
+    return deepcopy({**saved, "param_groups": told})
 
 
 def shard_state(optimizer: Optimizer) -> None:
@@ -239,11 +245,10 @@ def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> Non
         raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
     for own, group in zip(groups, saved["param_groups"], strict=True):
         for key, value in own.items():
-            saved_value = group.get(
-                key, None if key == "lr" else value
-            )  # torch fills in what an older one lacks
-            if _is_number(value) and not _is_number(saved_value):
-                raise StateError(f"{key} of the saved optimizer must be a finite number, got {saved_value!r}")
+            other = group.get(key, None if key == "lr" else value)  # an older torch has fewer
+            if key != "params" and not _is_like(value, other):
+                rule = "a finite number" if _is_number(value) else f"like {value!r}"
+                raise StateError(f"{key} of the saved optimizer must be {rule}, got {other!r}")
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     if others := saved["state"].keys() - parameters.keys():
         raise StateError(
@@ -253,16 +258,27 @@ def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> Non
         shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
         for key, tensor in state.items():
             # a NaN in it is that of a step that is skipped, or will be
-            if key in _MOMENTS and isinstance(tensor, Tensor) and tuple(tensor.shape) not in shapes:
-                raise StateError(
-                    f"{key} of the saved optimizer must have its parameter's shape, {min(shapes)}, got "
-                    f"{tuple(tensor.shape)}"
-                )
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor  # None: not made yet
+            if key in _MOMENTS and shape is not None and shape not in shapes:
+                rule = f"have its parameter's shape, {min(shapes)}"
+                raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
+            if key == "step" and not _is_number(tensor):
+                raise StateError(f"step of the saved optimizer must be a finite number, got {tensor!r}")
+
+
+def _is_like(value: Any, other: Any) -> bool:
+    """Whether an option can take the place of another."""
+    if isinstance(value, (tuple, list)):
+        is_list = isinstance(other, (tuple, list)) and len(other) == len(value)
+        return is_list and all(map(_is_like, value, other))
+    if value is None or isinstance(value, bool):
+        return other is None or isinstance(other, bool)
+    return _is_number(other) if _is_number(value) else type(other) is type(value)
 
 
 def _is_number(value: object) -> bool:
     """Whether it is a finite one, perhaps in a tensor."""
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return (
-        bool(torch.isfinite(torch.as_tensor(value)).all()) if is_real or isinstance(value, Tensor) else False
-    )
+    if not is_real and not (isinstance(value, Tensor) and value.numel() == 1):
+        return False
+    return bool(torch.isfinite(torch.as_tensor(value)))
