@@ -39,6 +39,7 @@ def run_replica(lighthouse: str, number: int, log: str) -> None:
 
     import regtopk.integrations.torchft
 
+    os.environ.setdefault("TORCHFT_QUORUM_RETRIES", "20")  # as docs/elastic.md advises
     torch.set_num_threads(1)
     torch.manual_seed(number)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -135,6 +135,7 @@ def test_a_run_is_not_replaced_unasked(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() != before
 
 
+MANY = "1" + 400 * "0"
 SEEDS = "seeds must be a number, or different ones like 3,4,5 or 2-6, got '0'"
 
 
@@ -152,6 +153,16 @@ SEEDS = "seeds must be a number, or different ones like 3,4,5 or 2-6, got '0'"
         ("train --workers 1", "regtopk: --workers must be an integer of at least 2, got 1"),
         ("train --set num_workers=1", "regtopk: num_workers must be an integer of at least 2, got 1"),
         ("compare toy --resume --force", "give one of --resume and --force, got both"),
+        ("train --workers 257", "regtopk: --workers must be at most 256, got 257"),
+        ("train --set num_evaluations=-1", "num_evaluations must be an integer of at least 1, got -1"),
+        (f"train --seeds {MANY}", f"seeds must be at most 10000, got '{MANY}'"),
+        (f"compare toy --steps {MANY}", f"--steps must be at most 2147483647, got {MANY}"),
+        ("compare toy --steps １２", "--steps must be like its default, 0, got '１２'"),
+        (
+            "compare digits --steps 2147483647",
+            "--steps * num_workers * batch_size must be at most 1073741824",
+        ),
+        ("reproduce fig2 --set numel=2147483647", "num_points * seeds must be at most 2147483648, got "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: str, message: str) -> None:
@@ -170,6 +181,25 @@ def test_compare_runs_in_slices(tmp_path: Path) -> None:
     assert code == 0 and [result["seeds"] for result in json.loads(printed)["results"]] == [[0, 3]]
     commands = json.loads((tmp_path / "config.json").read_text())["command"]
     assert commands == f"{command}\n{command} --seeds 3-3 --resume"
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("record", "how"),
+    [
+        ({"method": ["topk"]}, "continued"),
+        ({"seed": [1]}, "continued"),
+        ({"tuning_seed": [3]}, "continued"),
+        ({"method": "topk"}, "summarised"),
+    ],
+)
+def test_records_that_were_made_up_are_one_line(tmp_path: Path, record: dict[str, object], how: str) -> None:
+    words = "compare", "toy", "--algorithms", "topk", "--steps", "4", "--out", tmp_path
+    assert invoke(*words)[0] == 0
+    whole = {"method": "topk", "seed": 0, "step": 4, "density": 0.01, **record}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(whole)}\n")
+    code, _, err = invoke(*words, "--resume")
+    assert code == 2 and f"folder must hold a run that can be {how}, got {tmp_path}: " in err
 
 
 def test_report_draws_again(finished: Path, tmp_path: Path) -> None:

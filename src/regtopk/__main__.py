@@ -1,11 +1,13 @@
 """The command `regtopk`, also as `python -m regtopk`."""
 
 import io
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command line; say what to install if its extra is missing."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its ranks, too
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it has no sign for

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk.core.options import check_choice, check_integer, check_number, check_positive
+from regtopk.core.options import MOST, check_choice, check_integer, check_number, check_positive
 from regtopk.errors import ArgumentError
 
 EXCHANGES = ("gradients", "updates")
@@ -96,7 +96,7 @@ class Rounds(NamedTuple):
 
     def check_times(self) -> None:
         """Refuse times at which no round can be made."""
-        check_integer("every", self.every, at_least=1)
+        check_integer("every", self.every, at_least=1, at_most=MOST)
         for name, least, most in (("delay", 0, self.every - 1), ("fragments", 1, self.every)):
             value, rule = getattr(self, name), f"an integer from {least} to {most} with every = {self.every}"
             if type(value) is not int or not least <= value <= most:

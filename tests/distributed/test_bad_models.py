@@ -73,6 +73,7 @@ def twice() -> list[tuple[str, nn.Parameter]]:
 P_OF_2 = nn.Parameter(torch.zeros(2))
 EMBEDDINGS = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
 PARTLY_META = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+META = "must be on the device that trains it, got 'meta': call to_empty() and give it values first"
 NARROW = torch.zeros(3).to(torch.float8_e4m3fn)
 NO_DDP = "ClusterError: model must be a DistributedDataParallel, got"
 FIRST = "wrap it first, or use regtopk.Exchange; or shard it by fully_shard (FSDP2)"
@@ -101,6 +102,7 @@ MODELS: list[tuple[str, Callable[[], Any], str]] = [
     ("Exchange", lambda: ["p"], f"{GIVEN} be a module, parameters or (name, parameter) pairs, got str"),
     ("Exchange", twice, f"{GIVEN} be given once each, got 'first.weight' again"),
     ("Exchange", lambda: [("a", P_OF_2), ("b", P_OF_2)], f"{GIVEN} be given once each, got 'b' again"),
+    ("Exchange", lambda: nn.Linear(2, 2, device="meta"), f"{C} parameter 'weight' {META}"),
     ("Exchange", lambda: PARTLY_META, f"{C} parameters must be on one device, got ['cpu', 'meta']"),
 ]
 

@@ -1,5 +1,6 @@
 """Checkpoints of a run in a folder: whole or skipped, on as many ranks or others, on machines' own disks."""
 
+import json
 import os
 import resource
 import shutil
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import pytest
 import torch
@@ -126,6 +128,31 @@ def test_other_numbers_of_ranks(four_ranks: Ranks, two_ranks: Ranks, tmp_path: P
         assert ended.said == (told if rank == 0 else [])
 
 
+def reseal(manifest: Path, **facts: Any) -> None:
+    """Change facts of a manifest (None: leave them out), with the checksum that then is right."""
+    found = json.loads(manifest.read_text()) | facts
+    found = {name: fact for name, fact in found.items() if fact is not None and name != "checksum"}
+    checksum = crc32(json.dumps(found).encode())
+    manifest.write_text(json.dumps({**found, "checksum": checksum}))
+
+
+def to_format_1(save: Path) -> None:
+    for manifest in save.glob("*.json"):
+        reseal(manifest, format=1, step=None, run=None, rank=None)
+
+
+SEALED: dict[str, dict[str, Any]] = {
+    "ranks in words": {"num_ranks": "two"},
+    "many ranks": {"num_ranks": 10**12},
+    "no weights": {"weights": None},
+    "other weights": {"weights": {"exchange": [0.25, 0.75]}},
+    "another file": {"files": {"../rank-1.pt": [1, 2], "rank-0.pt": [1, 2]}},
+    "another rank": {"rank": 1},
+    "another step": {"step": 3},
+    "other format": {"format": 3},
+}
+
+
 def damage(save: Path, how: str) -> None:
     part, manifest = save / "rank-1.pt", save / "rank-0.json"
     text = manifest.read_text()
@@ -133,10 +160,11 @@ def damage(save: Path, how: str) -> None:
         "manifest": "{",
         "nested": "[" * 100_000,
         "another fact": text.replace('"num_ranks": 2', '"num_ranks": 3'),
-        "other format": text.replace('"format": 1', '"format": 2'),
     }
     if how in texts:
         manifest.write_text(texts[how])
+    elif how in SEALED:
+        reseal(manifest, **SEALED[how])
     elif how == "flipped":
         content = bytearray(part.read_bytes())
         content[len(content) // 2] ^= 1
@@ -156,11 +184,18 @@ HOW = {
     "manifest": "rank-0.json is damaged",
     "nested": "rank-0.json is damaged",
     "another fact": "rank-0.json is damaged",
+    "ranks in words": "rank-0.json is damaged",
+    "many ranks": "rank-0.json is damaged",
+    "no weights": "rank-0.json is damaged",
+    "other weights": "the manifests of ranks [0, 1] differ in weights",
+    "another file": "rank-0.json is damaged",
+    "another rank": "rank-0.json is damaged",
+    "another step": "rank-0.json is of another save: of rank 0 at step 3 of run ",
     "unfinished": "parts of ranks [1] are missing",
     "empty": "no rank has finished its part",
 }
 ADVICE = "Use the regtopk that saved them, mend them, or move them to another folder to go on without them"
-OTHER_FORMAT = "rank-0.json is of format 2, this version of regtopk reads 1"
+OTHER_FORMAT = "rank-0.json is of format 3, this version of regtopk reads 1 and 2"
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +210,42 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.glob("step-*/*")}
 
 
+def test_parts_of_another_save_are_refused_by_name_and_those_of_format_1_load(
+    two_ranks: Ranks, tmp_path: Path, saved: Path
+) -> None:
+    folder = shutil.copytree(saved, tmp_path / "run")
+    older, newer = sorted(folder.iterdir())
+    for path in older.glob("rank-1.*"):
+        shutil.copy(path, newer)
+    here, _ = two_ranks.run(start, "gradients", folder, 0)
+    run = older.name.rpartition("-")[2]
+    reason = f"rank-1.json is of another save: of rank 1 at step 2 of run {run}"
+    assert here.extra["step"] == 2
+    assert here.said == [f"checkpoint of step 4 is skipped ({newer.name}): {reason}"]
+    to_format_1(older)
+    again, _ = two_ranks.run(start, "gradients", folder, 0)
+    assert same(again.state, here.state)
+
+
+def load_refused(folder: Path) -> tuple[str, str]:
+    run = Run("updates")
+    with closing(run.exchange), regtopk.Checkpoints(folder) as checkpoints:
+        return refusal(lambda: checkpoints.load(exchange=run.exchange))
+
+
+def test_ranks_that_begin_from_different_models_are_refused_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 1 has another theta_start, with the checksums that then are right."""
+    two_ranks.run(start, "updates", tmp_path, 2)
+    (save,) = tmp_path.iterdir()
+    part = torch.load(save / "rank-1.pt", weights_only=True)
+    part["exchange"]["updates"]["start"]["last.bias"] += 1
+    torch.save(part, save / "rank-1.pt")
+    content = (save / "rank-1.pt").read_bytes()
+    reseal(save / "rank-1.json", files={"rank-1.pt": [len(content), crc32(content)]})
+    for kind, text in two_ranks.run(load_refused, tmp_path):
+        assert kind == "StateError" and "one moment of one run, with the same theta_start" in text
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_a_save_that_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path, saved: Path, how: str) -> None:
     folder = shutil.copytree(saved, tmp_path / "run")
@@ -183,7 +254,8 @@ def test_a_save_that_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path, s
     before = contents_of(newest.parent)
     here, elsewhere = two_ranks.run(start, "gradients", folder, 6, 1)
     assert [here.extra["seen"], elsewhere.extra["seen"]] == [[2, 0], [2, 1]]
-    assert here.said == [f"checkpoint of step 4 is skipped ({newest.name}): {HOW[how]}"]
+    (told,) = here.said
+    assert told.startswith(f"checkpoint of step 4 is skipped ({newest.name}): {HOW[how]}")
     was_complete = how not in ("unfinished", "empty")
     assert newest.exists() == was_complete  # a run removes nothing that it could not use
     if was_complete:
@@ -198,19 +270,26 @@ def stop(folder: Path) -> list[tuple[str, str]]:
         return [refusal(load), refusal(save)]
 
 
-@pytest.mark.parametrize("how", [how for how in HOW if how != "empty"] + ["other format", "only the newest"])
+STOPS = [how for how in HOW if how not in ("empty", *SEALED)] + ["other format", "only the newest", "renamed"]
+
+
+@pytest.mark.parametrize("how", STOPS)
 def test_saves_that_cannot_be_used_stop_a_run(
     two_ranks: Ranks, tmp_path: Path, saved: Path, how: str
 ) -> None:
     folder = shutil.copytree(saved, tmp_path / "run")
     saves = sorted(folder.iterdir())
     for save in saves if how != "only the newest" else saves[-1:]:
-        damage(save, "other format" if how == "only the newest" else how)
+        if how == "renamed":
+            save.rename(folder / save.name.replace("step-", "step-1"))
+        else:
+            damage(save, "other format" if how == "only the newest" else how)
     before = contents_of(folder)
     for (kind, text), (save_kind, _) in two_ranks.run(stop, folder):
         assert kind == "StateError" and save_kind == "ArgumentError"
-        assert text.startswith(f"checkpoints in {folder} cannot be used: step-00000000")
-        assert HOW.get(how, OTHER_FORMAT) in text
+        assert text.startswith(f"checkpoints in {folder} cannot be used: step-")
+        reason = "rank-0.json is of another save: of rank 0 at step 2 of run" if how == "renamed" else ""
+        assert (reason or HOW.get(how, OTHER_FORMAT)) in text
         assert text.endswith(f". None was changed. {ADVICE}")
     assert contents_of(folder) == before
 
@@ -222,6 +301,7 @@ def test_a_first_save_that_was_never_complete_stops_nobody(
     folder = shutil.copytree(saved, tmp_path / "run")
     first, second = sorted(folder.iterdir())
     for save in (first, second.rename(folder / "step-0000000002-00000000")):
+        reseal(save / "rank-0.json", step=2, run=save.name.rpartition("-")[2])
         damage(save, "unfinished")
     here, elsewhere = two_ranks.run(start, "gradients", folder, 6, 1)
     assert here.extra is None and elsewhere.extra is None and len(here.said) == 2

@@ -64,7 +64,7 @@ def follow_guide(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:
     names = what_is_yours()
     with inside(folder):
         printed = "".join(follow(source, names) for source in sources)
-    assert names["wants_to_stop"] == 1  # on the other rank, too
+    assert len(list(names["batches"])) == len(names["loader"]) - 1  # rank 0 has stopped with rank 1
     return printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()
 
 

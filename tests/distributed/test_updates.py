@@ -62,7 +62,7 @@ def test_weights_that_are_loaded_too_late_are_told_of() -> None:
         exchange.load_state_dict(saved)  # which loads all of it
         deepcopy(net).load_state_dict(weights)
         train(net, optimizer, range(5, 8))
-        assert not said
+        assert not said, said
         net.load_state_dict(weights)
         train(net, optimizer, range(8, 10))
         net.first.load_state_dict(net.first.state_dict())

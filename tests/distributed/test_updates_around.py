@@ -1,5 +1,8 @@
 """UpdateExchange with what users have around it: weights, tied and frozen layers, Muon, LBFGS and more."""
 
+import pickle
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,9 +11,10 @@ from torch import Tensor, nn
 
 import regtopk
 from tests.distributed.ranks import on_ranks
+from tests.distributed.test_fsdp_dcp import Job
 from tests.distributed.test_updates import TOPK, adamw, exchanging, is_same_on_all_ranks, sgd, train
 from tests.distributed.test_updates import mean_over_ranks as mean
-from tests.distributed.training import closing, flat_parameters, loss_of, make_net
+from tests.distributed.training import closing, ddp, flat_parameters, listening, loss_of, make_net, refusal
 
 
 @on_ranks(2)
@@ -136,3 +140,43 @@ def test_train_with_lbfgs() -> None:
         for _ in range(2):
             optimizer.step(closure)
         assert exchange.num_rounds == 2
+
+
+@on_ranks(2)
+def test_a_model_that_is_read_inside_a_round_is_told_of_once(tmp_path: Path) -> None:
+    net = make_net()
+    optimizer = sgd(net)
+    exchange = regtopk.UpdateExchange(net, optimizer, regtopk.TopK(density=0.1), every=2)
+    with listening() as said, closing(exchange), regtopk.Checkpoints(tmp_path) as checkpoints:
+        train(net, optimizer, range(2))
+        net.state_dict()
+        train(net, optimizer, range(2, 3))
+        with exchange.agreed():
+            net.state_dict()
+        checkpoints.save(3, model=net, exchange=exchange)
+        checkpoints.load(model=net, exchange=exchange)
+        for copy in (deepcopy(net), pickle.loads(pickle.dumps(net))):
+            copy.state_dict()
+        assert said == []
+        net.first.state_dict()
+        net.state_dict()
+    assert said == [
+        "state_dict() of the model was called inside a round: it holds this rank's weights. Call it `with "
+        "exchange.agreed():` for those that all ranks share, or save exchange.state_dict()"
+    ]
+
+
+@on_ranks(4)
+def test_where_one_rank_must_stop_all_stop() -> None:
+    net, rank = make_net(), dist.get_rank()
+    kinds: list[Any] = [regtopk.attach(ddp(), regtopk.Dense()), Job("attach", (2, 2)).exchange]
+    kinds += [regtopk.UpdateExchange(net, sgd(net), regtopk.Dense(), every=4, delay=2)]
+    for exchange in kinds:
+        with closing(exchange):
+            num_batches, step = 3 + 4 * (rank != 3), 0
+            while not exchange.stop_when(step == num_batches):
+                step += 1
+            assert step == 3
+            said = refusal(lambda: exchange.stop_when(torch.ones(1)))  # noqa: B023
+        assert said == ("ArgumentError", "flag must be True or False, got tensor([1.])")
+        assert refusal(lambda: exchange.stop_when(False))[0] == "ClusterError"  # noqa: B023

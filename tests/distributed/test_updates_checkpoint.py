@@ -178,6 +178,11 @@ DAMAGES: list[tuple[Any, str]] = [
         partial(set_in_group, "params", [1, 0, 2, 3, 4, 5]),
         "must be [[0, 1, 2, 3, 4, 5]], got [[1, 0, 2, 3, 4, 5]]",
     ),
+    (
+        partial(set_in_group, "betas", (0.9, "a")),
+        "betas of the saved optimizer must be like (0.9, 0.999), got",
+    ),
+    (partial(set_in_group, "maximize", 3.5), "maximize of the saved optimizer must be like False, got 3.5"),
     (partial(set_in_group, "lr", "a"), "lr of the saved optimizer must be a finite number, got 'a'"),
     (lambda saved, mine: mine["optimizer"].pop("state"), "the saved state is malformed: KeyError: 'state'"),
     (lambda saved, mine: mine["optimizer"].update(state=[1]), "the saved state is malformed: AttributeError"),
@@ -189,12 +194,27 @@ DAMAGES: list[tuple[Any, str]] = [
         partial(put_moment, torch.zeros(3)),
         "exp_avg of the saved optimizer must have its parameter's shape, (",
     ),
+    (partial(put_moment, (1, 2)), "exp_avg of the saved optimizer must have its parameter's shape, ("),
+    (
+        lambda saved, mine: mine["optimizer"]["state"][0].update(step="a"),
+        "step of the saved optimizer must be a finite number, got 'a'",
+    ),
     (lambda saved, mine: saved["updates"].pop("every"), "the saved state is malformed: KeyError: 'every'"),
     (lambda saved, mine: saved["updates"].update(inner="SGD"), "saved state, 'SGD', got 'AdamW'"),
     (lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"), "shape of buffers must be that"),
     (partial(reshape_buffer, "now"), "saved state, {'1.running_mean': (3,)"),
     (partial(reshape_buffer, "start"), "at a round's start must be that of the saved state, {'1.runn"),
     (lambda saved, mine: saved.pop("updates"), f"a saved UpdateExchange {NO_UPDATES}"),
+    (lambda saved, mine: mine.update(num_steps=-7), "num_steps must be an integer of at least 0, got -7"),
+    (lambda saved, mine: mine.update(skipped="ab"), "skipped fragments must be that of the saved state, 2"),
+    (
+        lambda saved, mine: mine.update(sent={"0.bias": torch.zeros(3)}),
+        "shape of what was sent must be that of the saved state, {'0.bias': (3,)}",
+    ),
+    (
+        lambda saved, mine: saved["updates"]["outer_state"][0].update(state=[1]),
+        "the saved state is malformed: AttributeError",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.test_bad_models import sharded
+from tests.distributed.test_bad_models import META, sharded
 from tests.distributed.test_updates import nesterov, sgd, train
 from tests.distributed.training import closing, ddp, flat_parameters, make_net, refusal, same
 
@@ -176,17 +176,46 @@ def step_unequally() -> tuple[str, str]:
 
 
 @on_ranks(2)
-def test_resumed_from_different_rounds() -> None:
+def test_states_that_are_not_of_one_moment_of_one_run() -> None:
+    """What one rank must not load, no rank loads, and nothing has changed."""
     net = make_net()
     optimizer = sgd(net)
-    with closing(regtopk.UpdateExchange(net, optimizer, TOPK)) as exchange:
-        train(net, optimizer, range(1))
-        saved = exchange.state_dict()
-        train(net, optimizer, range(1, 2))
-        if dist.get_rank() == 0:
-            exchange.load_state_dict(saved)
-        kind, text = refusal(lambda: train(net, optimizer, range(2, 3)))
-    assert kind == "ClusterError" and "same step, got step 1 on rank 0, step 2 on rank 1" in text
+    with closing(regtopk.UpdateExchange(net, optimizer, TOPK, every=2, outer=nesterov)) as exchange:
+        train(net, optimizer, range(4))
+        earlier = exchange.state_dict()
+        train(net, optimizer, range(4, 6))
+        others = [exchange.state_dict() for _ in range(4)]
+        moved, pushed, begun, damaged = others
+        moved["updates"]["start"]["last.bias"] += 1
+        pushed["updates"]["outer_state"][0]["state"][0]["momentum_buffer"] += 1
+        (mine,) = begun["workers"][str(dist.get_rank())]["updates"]
+        mine["parameters"] = dict(net.named_parameters())
+        damaged["workers"] = 3
+        right, before = exchange.state_dict(), flat_parameters(net)
+        said = [
+            refusal(lambda: exchange.load_state_dict(wrong if dist.get_rank() == 1 else right))  # noqa: B023
+            for wrong in (earlier, *others)
+        ]
+        assert {kind for kind, _ in said} == {"StateError"}
+        start = "saved states must be of one moment of one run, with the same "
+        assert said[0][1] == f"{start}num_steps, got 6 on rank 0, 4 on rank 1"
+        for (_, text), what in zip(
+            said[1:], ("theta_start", "theta_start", "place in a round"), strict=False
+        ):
+            assert text.startswith(f"{start}{what}") and text.endswith(" on rank 1")
+        theirs = "rank 1 cannot load the state: StateError: " if dist.get_rank() == 0 else ""
+        assert said[-1][1].startswith(f"{theirs}the saved state is malformed: TypeError")
+        assert same(exchange.state_dict(), right) and torch.equal(flat_parameters(net), before)
+
+
+@on_ranks(2)
+def test_a_model_without_memory_frozen_or_not() -> None:
+    for of_it in ("first", "last"):
+        net = make_net().to("meta")
+        for name, p in [] if of_it == "first" else list(net.named_parameters()):
+            p.requires_grad_(not name.startswith("last"))
+        text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))  # noqa: B023
+        assert text == ("ClusterError", f"parameter '{of_it}.weight' {META}")
 
 
 def test_typos() -> None:

@@ -1,7 +1,8 @@
 """A server and clients that it asks now and then: nothing is lost, and nothing stale is taken for fresh."""
 
+import random
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from regtopk import ALGORITHMS, ChunkedTopK, Consensus, PosteriorScore, RegTopK,
 from regtopk.core import Algorithm, SparseGradient
 from regtopk.errors import RegtopkError
 from regtopk.integrations.flower.client import Client, check_algorithm
+from regtopk.integrations.flower.memory import HEAD_BYTES, pack, unpack
 from regtopk.integrations.flower.messages import Instruction, Model, Reply
 from regtopk.integrations.flower.server import Server
 from regtopk.simulate import Cluster
@@ -188,9 +190,9 @@ def test_clients_with_an_older_model_are_sent_what_changed(tmp_path: Path) -> No
 def test_a_model_that_an_older_one_does_not_lead_to_is_sent_whole(tmp_path: Path) -> None:
     federation = Federation(tmp_path, TopK(k=1))
     federation.make_round(a=UPDATE)
-    kept = torch.load(tmp_path / "a.pt")
+    kept = unpack((tmp_path / "a.pt").read_bytes())
     kept["now"]["model"] += 1
-    torch.save(kept, tmp_path / "a.pt")
+    (tmp_path / "a.pt").write_bytes(pack(kept))
     text = "the older model of client 'a' must lead to that of round 2, got another checksum"
     assert refusal(lambda: federation.train("a", federation.ask("a")["a"], UPDATE)) == ("StateError", text)
     federation.end()
@@ -316,9 +318,77 @@ def test_a_memory_of_another_server_client_or_algorithm_is_not_used(tmp_path: Pa
         client, mine = Client(algorithm, path, name=name), (1, name, repr(algorithm.options()))
         text = f"{path} must be of format, client and algorithm {mine}, got {theirs}"
         assert refusal(lambda: client.residual) == ("StateError", text)  # noqa: B023
-    path.write_bytes(path.read_bytes()[:100])
-    kind, said = refusal(lambda: first.client("a").residual)
-    assert kind == "StateError" and said.startswith(f"{path} must hold the memory of a client, got ")
+
+
+def swap(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Put something else in a place of a memory; None removes what is there."""
+    *path, last = place.split("/")
+
+    def change(saved: dict[str, Any]) -> None:
+        within: Any = reduce(dict.__getitem__, path, saved)
+        within.pop(last)
+        if value is not None:
+            within[last] = value
+
+    return change
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a NaN": (swap("now/state/residual", UPDATE + torch.nan), "residual of the memory now must be finite in"),
+    "a shorter residual": (
+        swap("now/state/residual", UPDATE[1:]),
+        "the memory now must hold {'residual': (60,)}",
+    ),
+    "no residual": (swap("now/state/residual", None), "the memory now must hold {'residual': (60,)}"),
+    "a model of inf": (swap("before/model", UPDATE / 0), "model of the memory before must be finite in"),
+    "an index too large": (
+        swap("now/sent/indices", torch.full((5,), J)),
+        "whole numbers in 0..59, got [60, ",
+    ),
+    "an index less": (
+        swap("now/sent/indices", torch.arange(4)),
+        "indices must be as many as values, 5, got 4",
+    ),
+    "a round in words": (swap("now/sent/round", "two"), "a number and a word, got 'two'"),
+    "a key less": (swap("now/sent/token", None), "KeyError('token')"),
+    "no memory": (swap("now", None), "KeyError('now')"),
+    "no server": (swap("server", None), "KeyError('server')"),
+    "another name": (swap("names", ["weight"]), "names must be those of all arrays, got ['weight']"),
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_damaged_memory_is_refused_by_name(tmp_path: Path, is_old: bool) -> None:
+    """With the right checksum; an older version's file has none."""
+    federation, path = Federation(tmp_path, TopK(k=5)), tmp_path / "a.pt"
+    for _ in range(2):
+        federation.make_round(a=UPDATE)
+    right = path.read_bytes()
+    for damage, text in DAMAGES.values():
+        saved = unpack(right)
+        damage(saved)
+        path.write_bytes(pack(saved)[HEAD_BYTES * is_old :])
+        kind, said = refusal(lambda: federation.client("a").residual)
+        assert kind == "StateError" and said.startswith(f"{path} must hold the memory of a client, got ")
+        assert text in said, (text, said)
+    path.write_bytes(right[HEAD_BYTES * is_old :])
+    federation.make_round(a=UPDATE)
+
+
+def test_no_random_damage_of_a_memory_is_accepted(tmp_path: Path) -> None:
+    """300 flipped bits and 100 cuts: torch alone reads most of the first without a word."""
+    federation, path = Federation(tmp_path, RegTopK(k=5)), tmp_path / "a.pt"
+    federation.make_round(a=UPDATE)
+    right, draw = path.read_bytes(), random.Random(0)
+    for number in range(400):
+        damaged = bytearray(right)
+        if number < 300:
+            damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        else:
+            del damaged[draw.randrange(len(damaged)) :]
+        path.write_bytes(damaged)
+        kind, said = refusal(lambda: federation.client("a").residual)
+        assert kind == "StateError" and said.startswith(f"{path} must hold the memory of a client, got ")
 
 
 ACCEPTED = "topk regtopk mipd-style chunked-topk strom dryden gradient-dropping adacomp hard-threshold sidco"

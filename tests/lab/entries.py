@@ -20,11 +20,6 @@ def fail(emit: Emit, how: str) -> None:
     dist.barrier()
 
 
-def sleep(emit: Emit) -> None:
-    emit({"pid": os.getpid()})
-    time.sleep(600)
-
-
 def listen(emit: Emit, word: str) -> None:
     """Emit the addresses that this rank listens on, once it has talked to the others, and sleep."""
     join_group("gloo")

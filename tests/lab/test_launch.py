@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,13 +12,7 @@ from regtopk.lab.launch import launch
 from tests.lab import entries
 from tests.processes import ended
 
-ROOT = Path(__file__).parents[2]
-CALLER = """
-from regtopk.lab.launch import launch
-from tests.lab import entries
-for record in launch(entries.sleep, 2):
-    print(record["pid"], flush=True)
-"""
+PLAN = "plan --recalibrate --workers 2 --bandwidth 1G --step-time 1s --params 1M"
 
 
 def wait_until_gone(pids: list[int], timeout_s: float = 60) -> None:
@@ -59,11 +54,15 @@ def test_ranks_listen_on_loopback_alone_and_end_when_nobody_listens() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_end_with_their_caller() -> None:
+@pytest.mark.parametrize(("words", "how"), [(PLAN, signal.SIGTERM), ("train", signal.SIGKILL)])
+def test_a_command_that_is_killed_leaves_no_rank(tmp_path: Path, words: str, how: signal.Signals) -> None:
     """These are spawned, as users' are."""
-    command = [sys.executable, "-c", CALLER]
-    with ended(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)) as caller:
-        assert caller.stdout is not None
-        pids = [int(caller.stdout.readline()) for _ in range(2)]
-        caller.kill()
+    command = [sys.executable, "-m", "regtopk", *words.split(), "--out", str(tmp_path / "out")]
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    with ended(subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL, text=True)) as caller:
+        children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children")
+        while len(pids := [int(pid) for pid in children.read_text().split()]) < 3:  # two ranks and a tracker
+            time.sleep(0.05)
+        caller.send_signal(how)
+        assert caller.wait(timeout=60) == (143 if how is signal.SIGTERM else -9)
     wait_until_gone(pids)

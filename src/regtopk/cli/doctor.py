@@ -14,7 +14,9 @@ from regtopk.lab.runs import versions
 
 @say_errors
 def doctor(
-    seconds: Annotated[float, typer.Option(min=0, help="How long to check each device's kernel.")] = 2.0,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=3600, help="How long to check each device's kernel.")
+    ] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Say which kernel each device uses and why, and check it against the reference."""

@@ -119,7 +119,7 @@ def runs(
 
 def _option(config: type, name: str) -> Any:
     default: Any = next(f.default for f in fields(config) if f.name == name)
-    kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
+    kind: Any = bool if isinstance(default, bool) else str  # `parse_settings` reads it
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
     text = escape(_described(config, name))
     return Annotated[kind | None, typer.Option(_flag(name), help=text, show_default=shown or False)]

@@ -11,7 +11,7 @@ from regtopk.cli.experiments import as_typed
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
-from regtopk.core.options import check_choice
+from regtopk.core.options import check_choice, read_number
 from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.lab.experiments.settings import check_device
 from regtopk.lab.plan import page
@@ -32,7 +32,7 @@ SHOWN_ONLY = ("out", "force", "as_json", "recalibrate")  # options that do not c
 def plan(
     context: typer.Context,
     params: Annotated[str, typer.Option(help="Number of parameters: 124M, 11173962.")],
-    workers: Annotated[int, typer.Option(help="Number of workers.")],
+    workers: Annotated[str, typer.Option(help="Number of workers.")],
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of a worker's link: 100Mbit/s, 1.5G, 12.5MB/s.")],
     step_time: Annotated[str, typer.Option(help="One worker's step without communication: 85ms.")],
     latency: Annotated[str, typer.Option(help="One way, half a ping: 50us, 10ms.")] = "0",
@@ -43,7 +43,7 @@ def plan(
         str | None,
         typer.Option(help=", ".join(OPTIMIZERS) + ".", show_default="sgd for gradients, adamw for updates"),
     ] = None,
-    every: Annotated[int | None, typer.Option(help="Steps from one exchange of updates to the next.")] = None,
+    every: Annotated[str | None, typer.Option(help="Steps from one exchange of updates to the next.")] = None,
     density: Annotated[str | None, typer.Option(help="Shares sent.", show_default=SHOWN_DENSITIES)] = None,
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
@@ -59,18 +59,20 @@ def plan(
     check_device("device", device)
     densities = None if density is None else _densities(density)
     labels = None if algorithms is None else algorithms.split(",")
+    num_workers = parse_count("workers", workers)
+    steps = None if every is None else parse_count("every", every)
     if optimizer is not None:
         check_choice("optimizer", optimizer, OPTIMIZERS)
     exchange = exchange or ("gradients" if optimizer in (None, "sgd") else "updates")
     methods = planned_methods(
-        densities, labels, exchange=exchange, every=every, optimizer=optimizer or "", num_workers=workers
+        densities, labels, exchange=exchange, every=steps, optimizer=optimizer or "", num_workers=num_workers
     )
     usual = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
     trained_by = cast(Optimizer, optimizer or usual)
     latency_s = parse_time("latency", latency, may_be_zero=True)
     link = Link(parse_bandwidth(bandwidth), latency_s, parse_time("step time", step_time))
     workload = Workload.of_size(parse_count("params", params))
-    situation = Situation(workload, workers, link, trained_by)
+    situation = Situation(workload, num_workers, link, trained_by)
     path = calibration or cache_path(device)
     try:
         is_kept = not recalibrate and (calibration is not None or path.exists())
@@ -80,13 +82,13 @@ def plan(
         raise StateError(f"{error}; --recalibrate measures this machine and writes the file anew") from error
     inputs = {
         "params": workload.numel,
-        "workers": workers,
+        "workers": num_workers,
         "bandwidth_bits_per_s": link.bandwidth,
         "latency_s": link.latency_s,
         "step_time_s": link.compute_s,
         "exchange": exchange,
         "optimizer": trained_by,
-        "every": every,
+        "every": steps,
         "calibration": costs.machine,
     }
     summary = page.summary(found, inputs)
@@ -104,7 +106,7 @@ def plan(
 
 def _densities(text: str) -> list[float]:
     try:
-        return [check_density(float(part)) for part in text.split(",")]
+        return [check_density(read_number(float, part)) for part in text.split(",")]
     except ValueError:
         raise ArgumentError(f"density must be numbers in (0, 1], separated by commas, got {text!r}") from None
 

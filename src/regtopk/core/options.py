@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from regtopk.errors import ArgumentError
 
 Check = Callable[[str, Any], Any]
+NumberT = TypeVar("NumberT", int, float)
+MOST = 2**31 - 1  # of an option that counts something, unless it says less
 
 
 def option(default: Any, check: Check) -> Any:
@@ -41,8 +43,8 @@ def within(interval: str) -> Check:
     return lambda name, given: check_number(name, given, f"in {interval}", is_inside)
 
 
-def integer(at_least: int | None = None, at_most: int | None = None) -> Check:
-    """An integer, of any size or within bounds."""
+def integer(at_least: int | None = None, at_most: int | None = MOST) -> Check:
+    """An integer within bounds."""
     return lambda name, given: check_integer(name, given, at_least=at_least, at_most=at_most)
 
 
@@ -71,6 +73,13 @@ def check_integer(name: str, number: Any, *, at_least: int | None = None, at_mos
         raise ArgumentError(f"{name} must be {rule}, got {number!r}")
     if at_most is not None and number > at_most:
         raise ArgumentError(f"{name} must be at most {at_most}, got {number}")
+
+
+def read_number(kind: type[NumberT], text: str) -> NumberT:
+    """int(text) or float(text), or a ValueError: Python would take digits of other scripts, too."""
+    if not text.isascii():
+        raise ValueError(f"a number has the digits 0 to 9, got {text!r}")
+    return kind(text)
 
 
 def check_positive(name: str, number: Any) -> None:

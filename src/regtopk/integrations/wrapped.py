@@ -98,6 +98,7 @@ class ExchangeInTrainer:
             self.exchange = UpdateExchange(
                 inner.module, optimizers, self._algorithm, process_group=inner.process_group, **self._options
             )
+            self.exchange._model.read_notice.mute()  # what the framework reads to save it is replaced
             silence(model)
         return self.exchange
 

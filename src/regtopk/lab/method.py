@@ -15,7 +15,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_index_code, check_value_code
-from regtopk.core.options import check_choice, check_number, check_positive
+from regtopk.core.options import check_choice, check_number, check_positive, read_number
 from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
 from regtopk.rounds import GRADIENTS, Rounds
@@ -200,5 +200,5 @@ def _value(key: str, text: str) -> Option:
     """What a text means; "none" is a name where it says what is applied after an exchange."""
     for kind in (int, float):
         with suppress(ValueError):
-            return kind(text)
+            return read_number(kind, text)
     return text if key == "outer" else {"true": True, "false": False, "none": None}.get(text.lower(), text)

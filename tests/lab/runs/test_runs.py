@@ -158,6 +158,12 @@ def test_what_is_no_finished_run(tmp_path: Path) -> None:
     ("name", "text", "reason"),
     [
         (CONFIG, '{"experiment": ', "config.json cannot be read: not JSON, Expecting value"),
+        (
+            SUMMARY,
+            "[" * 100_000,
+            "summary.json cannot be read: not JSON, lists and objects are nested too de",
+        ),
+        (METRICS, "[1]\n", "metrics.jsonl cannot be read: not JSON, record 1: an object is expected, got "),
         (METRICS, '{"a": 1}\n{"a": \n{"a": 2}\n', "metrics.jsonl cannot be read: not JSON, record 2: "),
         *(
             (name, "[1, 2]\n", rf"{name} .*an object is expected, got '\[1, 2\]'")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from regtopk.distributed.checkpoints.files import Save, saves_in
-from regtopk.distributed.checkpoints.manifest import Manifest, OtherFormatError, read_manifest
+from regtopk.distributed.checkpoints.manifest import COMMON, Manifest, OtherFormatError, read_manifest
 from regtopk.errors import StateError
 
 
@@ -27,6 +27,17 @@ class Seen:
     def facts(self) -> Manifest:
         """Any of the manifests, for what all say alike."""
         return next(iter(self.parts.values()))
+
+    def compare_parts(self) -> None:
+        """Make no use of parts that differ in what all ranks say alike."""
+        for fact in COMMON if self.parts else ():
+            said = getattr(self.facts, fact)
+            is_alike = not (fact == "weights" and self.facts.meshes)  # which are the replicas' of a shard
+            others = [rank for rank, part in sorted(self.parts.items()) if getattr(part, fact) != said]
+            if others and is_alike:
+                self.unusable.add(f"the manifests of ranks {[self.facts.rank, *others]} differ in {fact}")
+                self.parts = {}
+                return
 
     @property
     def missing(self) -> list[int]:
@@ -68,9 +79,12 @@ def found_in(folder: Path) -> dict[Save, Seen]:
     saves = {}
     for save in saves_in(folder):
         found = saves[save] = Seen()
-        for path in (folder / save.folder).glob("rank-*[0-9].json"):
+        for path in (folder / save.folder).glob("rank-*.json"):
+            if not path.stem.removeprefix("rank-").isdecimal():
+                continue
             try:
-                found.parts[int(path.stem.removeprefix("rank-"))] = read_manifest(path)
+                manifest = read_manifest(path, save.step, save.run)
+                found.parts[manifest.rank] = manifest
             except StateError as reason:
                 found.unusable.add(str(reason))
                 found.is_other_format |= isinstance(reason, OtherFormatError)
@@ -100,6 +114,8 @@ def choose(seen: list[Mapping[Save, Seen]], damaged: Collection[Save] = ()) -> C
             saves[save].parts |= found.parts
             saves[save].unusable |= found.unusable
             saves[save].is_other_format |= found.is_other_format
+    for found in saves.values():
+        found.compare_parts()
     saves |= {save: Seen(unusable={"a file has a wrong checksum"}) for save in damaged}
     usable = [save for save, found in saves.items() if found.is_usable]
     best = min(usable, key=lambda save: (len(saves[save].missing), -save.step), default=None)

@@ -12,11 +12,13 @@ from regtopk.core.options import check_choice, check_integer
 from regtopk.distributed.checkpoints.choice import Seen, choose, found_in, refuse
 from regtopk.distributed.checkpoints.copies import copies_of
 from regtopk.distributed.checkpoints.files import Save, remove, saves_in, write_part
-from regtopk.distributed.checkpoints.loading import Loading, together
+from regtopk.distributed.checkpoints.loading import Loading
 from regtopk.distributed.checkpoints.manifest import Manifest
 from regtopk.distributed.options import names_typos
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.steps.handshake import together
 from regtopk.distributed.transport.collectives import by_rank, collectives_of
+from regtopk.distributed.updates.notices import ReadNotice
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")
@@ -103,7 +105,7 @@ class Checkpoints:
         self.wait()
         self._check(step, things)
         rank = self._collectives.rank
-        with together(self._collectives, "save", ClusterError):
+        with together(self._collectives, "save", ClusterError), ReadNotice.silent():
             own, shared, meshes = copies_of(things, writes_shared=self._is_writer)
         contents = {f"rank-{rank}.pt": own}
         if shared and self._is_writer:
@@ -242,6 +244,9 @@ class Checkpoints:
                 f"{by_rank(told, self._collectives.ranks)}"
             )
         return Manifest(
+            step=step,
+            run=self._run,
+            rank=self._collectives.rank,
             files={},
             num_ranks=len(everyone),
             file_systems=self._file_systems,

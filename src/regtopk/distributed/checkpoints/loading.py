@@ -1,8 +1,6 @@
 """One checkpoint on its way from its files into modules, optimizers and exchanges, on any number of ranks."""
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +13,11 @@ from regtopk.distributed.checkpoints.copies import fit_, meshes_of, unwrapped
 from regtopk.distributed.checkpoints.files import read_checked
 from regtopk.distributed.state.saved import merge_state_dicts
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.steps.handshake import together
 from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.updates.notices import ReadNotice
 from regtopk.distributed.updates.saved import shard_state
-from regtopk.errors import RegtopkError, StateError
-
-
-@contextmanager
-def together(collectives: Collectives, act: str, kind: type[RegtopkError]) -> Iterator[None]:
-    """Let what is raised on one rank be raised on all: none may go on alone. Enter it on every rank."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as problem:
-        error = problem
-    errors = collectives.all_gather_objects(error and f"{type(error).__name__}: {error}")
-    if isinstance(error, RegtopkError):
-        raise error
-    for rank, theirs in zip(collectives.ranks, errors, strict=True):
-        if theirs is not None:
-            raise kind(f"rank {rank} cannot {act}: {theirs}") from error
+from regtopk.errors import StateError
 
 
 class Loading:
@@ -79,12 +63,14 @@ class Loading:
 
     def take_over(self, files: dict[str, bytes]) -> dict[str, Any]:
         """Give things their states, once all fit on every rank; returns what no thing was named for."""
-        with together(self._collectives, "load the checkpoint", StateError):
+        with together(self._collectives, "load the checkpoint", StateError), ReadNotice.silent():
             self._check_meshes()
             state = self._state(files)
             for name, thing in self._things.items():
                 fit_(name, thing, state[name])
             loaded = {name: exchange._loaded(state[name]) for name, exchange in self._exchanges.items()}
+        for name, exchange in self._exchanges.items():
+            exchange._compare_loaded(loaded[name])
         for name, thing in self._things.items():
             if name not in loaded:
                 thing.load_state_dict(state[name])

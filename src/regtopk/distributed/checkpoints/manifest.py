@@ -1,6 +1,7 @@
 """What a rank's manifest holds: its part's files, and facts of the whole save, should other parts be lost.
 
 It is one JSON object: "format", the fields of `Manifest`, which `folder` fills, and a checksum of all these.
+Format 1 did not say which save a part is of: there the names of its folder and file are believed.
 """
 
 import json
@@ -11,7 +12,9 @@ from zlib import crc32
 
 from regtopk.errors import StateError
 
-FORMAT = 1
+FORMAT = 2
+OLD_FORMAT = 1
+COMMON = ("num_ranks", "file_systems", "weights", "shared")  # what all ranks of a save say alike
 
 
 class OtherFormatError(StateError):
@@ -22,6 +25,9 @@ class OtherFormatError(StateError):
 class Manifest:
     """A rank's words on its part of a save. Ranks are numbered within the process group that saved."""
 
+    step: int  # of the save
+    run: str  # the start of all ranks that made it
+    rank: int  # whose part it is
     files: dict[str, list[int]]  # by name: the size in bytes, and the CRC-32
     num_ranks: int
     file_systems: list[list[int]]  # the ranks that see one another's files
@@ -30,30 +36,61 @@ class Manifest:
     meshes: dict[str, Any]  # by name of what is sharded: its meshes and placements
     shared: list[str]  # the names of what all ranks have the same
 
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """Which part of which save it is."""
+        return self.step, self.run, self.rank
+
     def to_json(self) -> bytes:
         """The words of the file."""
         facts = {"format": FORMAT, **vars(self)}
         return json.dumps({**facts, "checksum": _checksum(facts)}).encode()
 
+    def is_possible(self) -> bool:
+        """Whether the facts go together; what is of another kind may raise any error."""
+        n, ranks = self.num_ranks, [rank for ranks in self.file_systems for rank in ranks]
+        of_ranks = [*self.weights.values(), *self.norms.values()]
+        own = {f"rank-{self.rank}.pt"}
+        return (
+            type(n) is int
+            and n == len(ranks)
+            and sorted(ranks) == list(range(n))
+            and self.rank in ranks
+            and own <= self.files.keys() <= own | {f"shared-{self.rank}.pt"}
+            and all(type(number) is int for pair in self.files.values() for number in pair)
+            and self.weights.keys() == self.norms.keys()
+            and all(len(each) == n or self.meshes for each in of_ranks)  # of a sharded model: the replicas'
+            and all(isinstance(x, (int, float)) for each in of_ranks for x in each)
+            and isinstance(self.meshes, dict)
+            and all(isinstance(name, str) for name in self.shared)
+        )
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file; refuses a part that cannot be used."""
-    found = None
+
+def read_manifest(path: Path, step: int, run: str) -> Manifest:
+    """The manifest in a file of a save; refuses a part that cannot be used, or is of another save."""
+    found, place = None, (step, run, int(path.stem.removeprefix("rank-")))
     try:
         facts = json.loads(path.read_bytes())
-        checksum = facts.pop("checksum", None)  # older manifests have none
-        is_whole = checksum in (None, _checksum(facts)) and facts["format"] == FORMAT
+        checksum = facts.pop("checksum", None)
+        is_whole = checksum == _checksum(facts)
         found = facts.pop("format")
+        if found == OLD_FORMAT:
+            is_whole = is_whole or checksum is None  # the first ones had none
+            facts |= dict(zip(("step", "run", "rank"), place, strict=True))
         manifest = Manifest(**facts)
-        ranks = sorted(rank for ranks in manifest.file_systems for rank in ranks)
-        is_whole = is_whole and ranks == list(range(manifest.num_ranks))
+        is_whole = is_whole and manifest.is_possible()
+        sizes = {name: size for name, (size, _) in manifest.files.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_whole = False
-    if type(found) is int and found != FORMAT:
-        raise OtherFormatError(f"{path.name} is of format {found}, this version of regtopk reads {FORMAT}")
+    if type(found) is int and found not in (OLD_FORMAT, FORMAT):
+        readable = f"{OLD_FORMAT} and {FORMAT}"
+        raise OtherFormatError(f"{path.name} is of format {found}, this version of regtopk reads {readable}")
     if not is_whole:
         raise StateError(f"{path.name} is damaged")
-    for name, (size, _) in manifest.files.items():
+    if manifest.place != place:
+        theirs = "rank {2} at step {0} of run {1}".format(*manifest.place)
+        raise StateError(f"{path.name} is of another save: of {theirs}")
+    for name, size in sizes.items():
         file = path.with_name(name)
         if not file.is_file() or file.stat().st_size != size:
             raise StateError(f"{name} is missing or cut off")

@@ -130,6 +130,16 @@ def uncompiled(model: object) -> object:
     return getattr(model, "_orig_mod", model)
 
 
+def refuse_meta(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters without memory."""
+    for name, p in pairs:
+        if p.is_meta:
+            raise ClusterError(
+                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
+                "give it values first"
+            )
+
+
 def is_fsdp(module: object) -> bool:
     """Whether a module is sharded by either kind of FSDP (by name: their imports take long)."""
     return any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__)

@@ -49,7 +49,7 @@ FORMAT = 1
 KEYS = frozenset({"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"})
 _OPTIONAL = frozenset({"updates", "shard", "lost"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
-_MOST_STEPS = 1 << 31  # what the ranks can compare in a step
+MOST_STEPS = (1 << 31) - 1  # what the ranks can compare in a step
 _log = logging.getLogger("regtopk")
 
 
@@ -281,8 +281,8 @@ def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
     now = {name: given for name, given in buckets.algorithm.options().items() if name in before}
     if before != now and buckets.rank.index == 0:
         _log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
-    rule = f"an integer in 0..{_MOST_STEPS - 1}"
-    check_number("num_steps", saved["num_steps"], rule, lambda n: type(n) is int and 0 <= n < _MOST_STEPS)
+    rule = f"an integer in 0..{MOST_STEPS}"
+    check_number("num_steps", saved["num_steps"], rule, lambda n: type(n) is int and 0 <= n <= MOST_STEPS)
     check_weights(saved["weights"], len(saved["weights"]))
     names = sorted(name for part in saved["groups"] for name in part)
     is_whole = names == sorted(name for part in buckets.cut(tuple(shapes)) for name in part)
@@ -308,20 +308,29 @@ def _check_workers(
 
 
 def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
-    """The fields that belong to a whole bucket; only those of the last selection may change in length."""
+    """The fields that belong to a whole bucket."""
     fields = bucket.other_fields().items()
     expected = {field: tensor for field, tensor in fields if field in saved or field != "owed"}  # none: zero
-    shapes = {field: tuple(tensor.shape) for field, tensor in expected.items()}
-    has_selection = all(field in expected and field in saved for field in _SELECTION)
-    if has_selection:
-        shapes |= dict.fromkeys(_SELECTION, tuple(saved["indices"].shape))
-    _check_fields(saved, expected, shapes, where)
-    if has_selection:
+    if check_state(saved, expected, where):
         indices, numel = saved["indices"], bucket.layout.numel
         is_inside = indices.dim() == 1 and bool(((indices >= 0) & (indices < numel)).all())
         if not is_inside or not bool((indices.diff() > 0).all()):
             rule = f"ascending, distinct and in 0..{numel - 1}"
             raise StateError(f"indices of {where} must be {rule}, got {indices.tolist()[:9]}")
+
+
+def check_state(saved: dict[str, Tensor], like: dict[str, Tensor], where: str) -> bool:
+    """The fields are those of another state; only those of the last selection may change in length.
+
+    Returns:
+        Whether there is a selection: its indices must be checked, too.
+    """
+    shapes = {field: tuple(tensor.shape) for field, tensor in like.items()}
+    has_selection = all(field in like and field in saved for field in _SELECTION)
+    if has_selection:
+        shapes |= dict.fromkeys(_SELECTION, tuple(saved["indices"].shape))
+    _check_fields(saved, like, shapes, where)
+    return has_selection
 
 
 def _check_fields(

@@ -20,6 +20,7 @@ from regtopk.distributed.state.parameters import (
     is_dtensor,
     is_fsdp2,
     named_pairs,
+    refuse_meta,
 )
 from regtopk.distributed.transport.collectives import EXAMPLE, Collectives, group_or_default
 from regtopk.errors import ArgumentError, ClusterError
@@ -191,16 +192,13 @@ def refuse_hooks(model: nn.Module) -> None:
 
 def check_placements(pairs: Iterable[tuple[str, Any]]) -> None:
     """Refuse what is no DTensor of a shard axis."""
+    pairs = list(pairs)
+    refuse_meta(pairs)
     for name, p in pairs:
         if not is_dtensor(p):
             raise ClusterError(
                 f"parameter {name!r} must be sharded as the others are, got a plain tensor: call fully_shard "
                 "on the whole model, too"
-            )
-        if p.device.type == "meta":
-            raise ClusterError(
-                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
-                "give it values first"
             )
         if p.device_mesh.ndim != 1:
             raise ClusterError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from regtopk.core.options import check_positive
+from regtopk.core.options import check_positive, true_or_false
 from regtopk.core.worker import Report
 from regtopk.distributed.requests.record import StepRecord, summarise
 from regtopk.distributed.state.saved import merge_state_dicts
@@ -107,6 +107,21 @@ class ExchangeBase(Counted):
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""
         self._steps.pending_report = Report(float(loss), float(time_s))
 
+    def stop_when(self, flag: bool) -> bool:
+        """Whether any rank says so: where one must leave the loop, all leave it. Call it on every rank.
+
+        >>> if exchange.stop_when(batch is None):  # its data are at an end; or its loss is good enough
+        ...     break
+
+        It takes one small collective, so ask before a step or less often, but equally often on all ranks.
+        """
+        true_or_false("flag", flag)
+        self._steps.check_usable()
+        wants = torch.tensor([int(flag)], device=self._collectives.device_for_flags(self.device))
+        for ranks in (self._collectives, self._steps.others):  # the replicas, and the shards of each
+            wants = wants if ranks is None else ranks.maximum(wants)
+        return bool(wants)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state after the last finished step, on the CPU, for `torch.save`.
 
@@ -152,6 +167,9 @@ class ExchangeBase(Counted):
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
         return self._steps.loaded(saved)
+
+    def _compare_loaded(self, loaded: Any) -> None:
+        """Refuse, on all ranks, what they have loaded if it does not go together; steps compare the rest."""
 
     def _go_on_from(self, loaded: Any) -> None:
         self._steps.go_on_from(loaded)

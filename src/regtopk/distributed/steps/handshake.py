@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -18,7 +20,7 @@ from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.driver import converse
 from regtopk.distributed.transport.collectives import Alone, Collectives, by_rank, clear_errors, is_world
-from regtopk.errors import ArgumentError, ClusterError, OracleError
+from regtopk.errors import ArgumentError, ClusterError, OracleError, RegtopkError
 
 LONGEST_CLOSE_S = 10.0  # that a rank waits for the others: one that has failed does not come
 _log = logging.getLogger("regtopk")
@@ -52,6 +54,22 @@ def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float
             f"slow, give them a longer {option}"
         )
     _num_calls[collectives.group] = number + 1
+
+
+@contextmanager
+def together(collectives: Collectives, act: str, kind: type[RegtopkError]) -> Iterator[None]:
+    """Let what is raised on one rank be raised on all: none may go on alone. Enter it on every rank."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    errors = collectives.all_gather_objects(error and f"{type(error).__name__}: {error}")
+    if isinstance(error, RegtopkError):
+        raise error
+    for rank, theirs in zip(collectives.ranks, errors, strict=True):
+        if theirs is not None:
+            raise kind(f"rank {rank} cannot {act}: {theirs}") from error
 
 
 def end_group(collectives: Collectives) -> None:

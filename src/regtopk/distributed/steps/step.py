@@ -26,7 +26,7 @@ from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.requests.record import Ledger, StepRecord, draw
 from regtopk.distributed.state import layout, saved
 from regtopk.distributed.state.buckets import Bucket, Buckets
-from regtopk.distributed.state.parameters import Parameters
+from regtopk.distributed.state.parameters import Parameters, refuse_meta
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.agreement import Agreement, Question, share_report
 from regtopk.distributed.steps.alike import Alike
@@ -125,6 +125,7 @@ class Steps:
         skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
         sparse = parameters.layout_of(n for n, p in named.items() if n not in skipped and p.numel() > 0)
         check_index_code(options.index_code, sparse.numel)
+        refuse_meta(named.items())
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
         self.settings = self._compared(skipped)
         weights = meet(collectives, shards, self.settings, options, kind.call)

@@ -13,6 +13,7 @@ from regtopk.distributed.requests.broadcast import broadcast
 from regtopk.distributed.requests.dense_sum import dense_sum
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.updates.notices import ReadNotice
 
 How = Literal["mean", "rank0", "local"]
 Buffers = dict[str, Tensor]
@@ -64,7 +65,8 @@ class ModelBuffers:
 
     def saved(self) -> dict[str, Buffers]:
         """What a checkpoint holds, of those that `module.state_dict()` has: now, and as the round began."""
-        kept = set() if self._module is None else set(self._module.state_dict(keep_vars=True))
+        with ReadNotice.silent():
+            kept = set() if self._module is None else set(self._module.state_dict(keep_vars=True))
         return {
             "now": {name: buffer for name, buffer in self.named.items() if name in kept},
             "start": {name: start for name, start in self._start.items() if name in kept},

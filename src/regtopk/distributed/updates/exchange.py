@@ -19,16 +19,17 @@ from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.attached import warn_of_two_momenta
 from regtopk.distributed.steps.base import Counted, ExchangeBase
-from regtopk.distributed.steps.handshake import roll_call
+from regtopk.distributed.steps.handshake import difference, roll_call, together
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import Anchors, LocalModel
+from regtopk.distributed.updates.notices import ReadNotice
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rank_rounds import RankRounds
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ArgumentError, ClusterError, StateError
 from regtopk.rounds import LocalRounds, Rounds
 
 TIMES = ("every", "delay", "fragments", "mix")
@@ -82,6 +83,7 @@ class UpdatesBase(Counted):
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
+        model.read_notice = ReadNotice(self._is_inside_a_round)
         with torch.no_grad(), model.at_hand():
             model.begin(steps.collectives, steps.buckets.all)
         self._steps, self._model, self._maker = steps, model, maker
@@ -144,6 +146,9 @@ class UpdatesBase(Counted):
             hook.remove()
         self._steps.close()
         attached.OPTIMIZERS.difference_update(self._model.inner.all)
+
+    def _is_inside_a_round(self) -> bool:
+        return not self._is_agreed and not self._rounds.is_start
 
     def _refuse_in_agreed(self, call: str) -> None:
         if self._is_agreed:
@@ -252,6 +257,22 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         rounds = self._rounds
         skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
         return update_checkpoint.add_to(self._steps.state_dict(), self._model, rounds, skipped)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every exchange, but call it on every rank: what one rank cannot load, no rank loads.
+
+        theta_start and the outer optimizer's state must be the same on all ranks, and the step, too.
+        """
+        roll_call(self._collectives, "load_state_dict", "handshake_timeout_s", self._handshake_timeout_s)
+        with together(self._collectives, "load the state", StateError):
+            loaded = self._loaded(state_dict)
+        self._compare_loaded(loaded)
+        self._go_on_from(loaded)
+
+    def _compare_loaded(self, loaded: Any) -> None:
+        different = difference(self._collectives, update_checkpoint.common(loaded[1]))
+        if different is not None:
+            raise StateError(f"saved states must be of one moment of one run, with the same {different}")
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
         self._refuse_in_agreed("load_state_dict")

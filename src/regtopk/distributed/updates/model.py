@@ -21,6 +21,7 @@ from regtopk.distributed.state.parameters import (
     is_fsdp,
     is_fsdp2,
     named_pairs,
+    refuse_meta,
     uncompiled,
 )
 from regtopk.distributed.state.saved_shards import Piece, Sharding
@@ -29,25 +30,11 @@ from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
 from regtopk.distributed.updates.inner import Inner, InnerOptimizers
+from regtopk.distributed.updates.notices import LoadNotice, ReadNotice
 from regtopk.errors import ClusterError
 from regtopk.rounds import cut_evenly
 
 Anchors = Literal["device", "cpu"]
-
-
-class LoadNotice:
-    """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
-
-    _has_loaded = False
-
-    def __call__(self, *_: Any) -> None:
-        """Called by the module."""
-        self._has_loaded = True
-
-    def taken(self) -> bool:
-        """Whether it has, since this was last asked."""
-        has_loaded, self._has_loaded = self._has_loaded, False
-        return has_loaded
 
 
 class LocalModel:
@@ -81,6 +68,7 @@ class LocalModel:
         parts = cut_evenly(list(sizes.values()), fragments)
         self.fragments = [tuple(sizes)[part.start : part.stop] for part in parts]
         self.frozen = {name: p for name, p in named_pairs(source) if name not in named}
+        refuse_meta(self.frozen.items())
         self.buffers = ModelBuffers(self._module, buffers)
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, named).items()}
@@ -91,7 +79,7 @@ class LocalModel:
         self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
         self.update: dict[str, Tensor] = {}
         self.outer = optimizers.make_outer(outer, list(self.start.values()))
-        self.notice = LoadNotice()
+        self.notice, self.read_notice = LoadNotice(), ReadNotice()
         self.hooks: list[Any] = []
 
     def describe(self) -> dict[str, Any]:
@@ -122,8 +110,9 @@ class LocalModel:
         self.write_back()
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.end_means()
-        modules = [] if self._module is None else self._module.modules()
+        modules = [] if self._module is None else list(self._module.modules())
         self.hooks = [part.register_load_state_dict_post_hook(self.notice) for part in modules]
+        self.hooks += [part.register_state_dict_pre_hook(self.read_notice) for part in modules]
         for bucket in buckets:
             vector = torch.zeros(bucket.layout.numel, dtype=self._flat.dtype, device=self.parameters.device)
             self._vectors[bucket.names] = vector

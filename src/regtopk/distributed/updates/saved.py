@@ -23,14 +23,18 @@ from copy import deepcopy
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from regtopk.core.options import check_integer, true_or_false
 from regtopk.distributed.state.parameters import is_dtensor
-from regtopk.distributed.state.saved import kept_ranks, malformed, refuse_missing
+from regtopk.distributed.state.saved import MOST_STEPS, kept_ranks, malformed, refuse_missing
 from regtopk.distributed.state.shards import copied, like, local, shapes_of
+from regtopk.distributed.transport.collectives import as_bytes
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import describe_outer, names_in, weighted_mean
 from regtopk.errors import StateError
@@ -105,6 +109,20 @@ def loaded(
     return {key: part for key, part in saved.items() if key != "updates"}, new
 
 
+def common(new: LoadedModel) -> dict[str, Any]:
+    """What is the same on all ranks of a saved run, theta_start and the outer optimizer as a checksum."""
+    checksum, starts = 0, [start for _, start in sorted(new.start.items())]
+    for leaf in tree_leaves([starts, new.outer_state]):
+        is_tensor = isinstance(leaf, Tensor)
+        part: Any = as_bytes(leaf.cpu().flatten()).numpy() if is_tensor else repr(leaf).encode()
+        checksum = crc32(part, checksum)
+    return {
+        "num_steps": new.num_steps,
+        "place in a round": (not new.parameters, sorted(new.sent), list(new.skipped)),
+        "theta_start and outer state (a checksum)": checksum,
+    }
+
+
 def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
     """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost."""
     workers = saved["workers"]
@@ -158,12 +176,18 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
     for name, tensor in new.parameters.items():
         model.parameters.named[name].copy_(tensor)
     model.buffers.load(new.buffers)
-    model.inner.load_state_dict(deepcopy(new.optimizer))  # which would go on in the saved tensors
+    model.inner.load_state_dict(_completed(model.inner.param_groups, new.optimizer))
     for optimizer in model.inner.all if model.is_sharded else ():
         shard_state(optimizer)
     if model.outer is not None:
-        model.outer.load_state_dict(deepcopy(new.outer_state))
+        model.outer.load_state_dict(_completed(model.outer.param_groups, new.outer_state))
     model.notice.taken()
+
+
+def _completed(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
+    """A copy, since optimizers go on in what they load; options that a group lacks are those of now."""
+    told = [{**own, **group} for own, group in zip(groups, saved["param_groups"], strict=True)]
+    return deepcopy({**saved, "param_groups": told})
 
 
 def shard_state(optimizer: Optimizer) -> None:
@@ -182,7 +206,8 @@ def _held(model: LocalModel) -> list[list[str | None]]:
 def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: LoadedModel) -> None:
     """Refuse a state of another optimizer, of other shapes, or with a NaN."""
     outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
-    begun = shapes_of(new.buffers["start"])
+    begun, sent = shapes_of(new.buffers["start"]), shapes_of(new.sent)
+    under_way = [name for names in model.fragments if not sent.keys().isdisjoint(names) for name in names]
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
     facts += [("optimizer", model.inner.kinds, updates["inner"])]
     if "held" in updates:
@@ -194,6 +219,8 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         ("shape of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
         ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
+        ("shape of what was sent", {name: model.parameters.shapes[name] for name in under_way}, sent),
+        ("number of skipped fragments", rounds.fragments if sent else 0, len(new.skipped)),
     ]
     for what, own, found in facts:
         if own != found:
@@ -201,7 +228,12 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
+    check_integer("num_steps", new.num_steps, at_least=0, at_most=MOST_STEPS)
+    for is_skipped in new.skipped:
+        true_or_false("skipped", is_skipped)
     _check_optimizer(model.inner.param_groups, new.optimizer)
+    if model.outer is not None:
+        _check_optimizer(model.outer.param_groups, new.outer_state)
 
 
 def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
@@ -213,11 +245,10 @@ def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> Non
         raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
     for own, group in zip(groups, saved["param_groups"], strict=True):
         for key, value in own.items():
-            saved_value = group.get(
-                key, None if key == "lr" else value
-            )  # torch fills in what an older one lacks
-            if _is_number(value) and not _is_number(saved_value):
-                raise StateError(f"{key} of the saved optimizer must be a finite number, got {saved_value!r}")
+            other = group.get(key, None if key == "lr" else value)  # an older torch has fewer
+            if key != "params" and not _is_like(value, other):
+                rule = "a finite number" if _is_number(value) else f"like {value!r}"
+                raise StateError(f"{key} of the saved optimizer must be {rule}, got {other!r}")
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     if others := saved["state"].keys() - parameters.keys():
         raise StateError(
@@ -227,16 +258,27 @@ def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> Non
         shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
         for key, tensor in state.items():
             # a NaN in it is that of a step that is skipped, or will be
-            if key in _MOMENTS and isinstance(tensor, Tensor) and tuple(tensor.shape) not in shapes:
-                raise StateError(
-                    f"{key} of the saved optimizer must have its parameter's shape, {min(shapes)}, got "
-                    f"{tuple(tensor.shape)}"
-                )
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor  # None: not made yet
+            if key in _MOMENTS and shape is not None and shape not in shapes:
+                rule = f"have its parameter's shape, {min(shapes)}"
+                raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
+            if key == "step" and not _is_number(tensor):
+                raise StateError(f"step of the saved optimizer must be a finite number, got {tensor!r}")
+
+
+def _is_like(value: Any, other: Any) -> bool:
+    """Whether an option can take the place of another."""
+    if isinstance(value, (tuple, list)):
+        is_list = isinstance(other, (tuple, list)) and len(other) == len(value)
+        return is_list and all(map(_is_like, value, other))
+    if value is None or isinstance(value, bool):
+        return other is None or isinstance(other, bool)
+    return _is_number(other) if _is_number(value) else type(other) is type(value)
 
 
 def _is_number(value: object) -> bool:
     """Whether it is a finite one, perhaps in a tensor."""
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return (
-        bool(torch.isfinite(torch.as_tensor(value)).all()) if is_real or isinstance(value, Tensor) else False
-    )
+    if not is_real and not (isinstance(value, Tensor) and value.numel() == 1):
+        return False
+    return bool(torch.isfinite(torch.as_tensor(value)))

@@ -15,7 +15,7 @@ from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.checkpoints.files import write_whole
 from regtopk.errors import ArgumentError, GradientError, StateError
-from regtopk.integrations.flower import messages
+from regtopk.integrations.flower import memory, messages
 from regtopk.integrations.flower.messages import Accepted, Instruction, Model, Reply
 from regtopk.wire import encode
 
@@ -104,11 +104,10 @@ class Client:
         """
         if instruction.missed is None:
             return instruction.arrays
-        memory = self._before(instruction)
-        if memory is None:
+        kept = self._before(instruction)
+        if kept is None:
             raise StateError(f"client {self.name!r} must have an older model to add rounds to, got none")
-        layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in memory["layout"])
-        flat = memory["model"]
+        layout, flat = memory.layout_of(kept), kept["model"]
         for past in instruction.missed:
             flat = flat - past.aggregate(layout.numel)
         if messages.checksum(flat) != instruction.checksum:
@@ -116,7 +115,7 @@ class Client:
                 f"the older model of client {self.name!r} must lead to that of round {instruction.round}, "
                 "got another checksum"
             )
-        return messages.from_flat(flat, layout, instruction.arrays, memory["names"])
+        return messages.from_flat(flat, layout, instruction.arrays, kept["names"])
 
     @torch.no_grad()
     def reply(self, instruction: Instruction, model: Model, trained: Model) -> Reply:
@@ -167,7 +166,8 @@ class Client:
             "before": before and {name: before[name] for name in ("state", "model", "sent")},
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, lambda file: torch.save(saved, file))  # or the old one stays
+        packed = memory.pack(saved)
+        write_whole(self.path, lambda file: file.write(packed))  # or the old one stays
         return reply
 
     def _before(self, instruction: Instruction) -> dict[str, Any] | None:
@@ -203,14 +203,16 @@ class Client:
         """The file: what was kept after the last round, and before it; None if it is not of this server."""
         if not self.path.is_file():
             return None
+        mine = FORMAT, self.name, repr(self.algorithm.options())
         try:
-            saved: dict[str, Any] = torch.load(self.path, weights_only=True)
+            saved = memory.unpack(self.path.read_bytes())
             theirs = saved["format"], saved["client"], saved["algorithm"]
+            is_mine = server in (None, saved["server"])
+            if is_mine and mine == theirs:
+                layout = memory.layout_of(saved)
+                memory.check(saved, self.algorithm.init(self._worker(layout, 1, 1.0)), layout.numel)
         except Exception as error:
             raise StateError(f"{self.path} must hold the memory of a client, got {error!r}") from error
-        if server not in (None, saved["server"]):
-            return None
-        mine = FORMAT, self.name, repr(self.algorithm.options())
-        if mine != theirs:
+        if is_mine and mine != theirs:
             raise StateError(f"{self.path} must be of format, client and algorithm {mine}, got {theirs}")
-        return saved
+        return saved if is_mine else None

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 from regtopk.core.algorithm import check_density
-from regtopk.core.options import check_choice
+from regtopk.core.options import MOST, check_choice, read_number
 from regtopk.errors import ArgumentError
 
 ConfigT = TypeVar("ConfigT")
+MOST_SEEDS = 10_000
 SMALL = 100_000  # entries of a model below which several threads cost more than they save
 
 
@@ -35,10 +36,10 @@ def parse_settings(
 def _parse(key: str, text: str, default: Any) -> Any:
     try:
         if isinstance(default, tuple):
-            return tuple(float(part) for part in text.split(","))
+            return tuple(read_number(float, part) for part in text.split(","))
         if isinstance(default, bool):
             return {"true": True, "false": False}[text.lower()]
-        return type(default)(text)
+        return text if isinstance(default, str) else read_number(type(default), text)
     except (ValueError, KeyError):
         raise ArgumentError(f"{key} must be like its default, {default!r}, got {text!r}") from None
 
@@ -52,14 +53,17 @@ def parse_seeds(text: str) -> list[int]:
     """Read "3" (three seeds: 0, 1, 2), "3,4,5", "2-6", or "3-3" for seed three alone ("3," is that too)."""
     try:
         if "," in text:
-            seeds = [int(word) for word in text.rstrip(",").split(",")]
+            seeds = [read_number(int, word) for word in text.rstrip(",").split(",")]
         else:
             first, dash, last = text.partition("-")
-            seeds = list(range(int(first), int(last) + 1)) if dash else list(range(int(text)))
+            start, stop = (read_number(int, word) for word in ((first, last) if dash else ("0", first)))
+            seeds = list(range(start, stop + bool(dash))[: MOST_SEEDS + 1])
     except ValueError:
         seeds = []
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+    if not seeds or min(seeds) < 0 or max(seeds) > MOST or len(set(seeds)) < len(seeds):
         raise ArgumentError(f"seeds must be a number, or different ones like 3,4,5 or 2-6, got {text!r}")
+    if len(seeds) > MOST_SEEDS:
+        raise ArgumentError(f"seeds must be at most {MOST_SEEDS}, got {text!r}")
     return seeds
 
 

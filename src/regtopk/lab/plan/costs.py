@@ -47,7 +47,7 @@ class Calibration:
             return cls(dict(content["machine"]), content["lines"])
         except OSError as error:
             raise StateError(f"calibration must be readable, but {path} is not: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
                 f"calibration must be what `regtopk plan` writes, but {path} is not: {error!r}"
             ) from error

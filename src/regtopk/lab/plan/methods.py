@@ -6,7 +6,7 @@ from typing import NamedTuple
 from regtopk import recipes
 from regtopk.core.algorithm import check_density
 from regtopk.core.codes import is_lossless
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import MOST, check_choice, check_integer
 from regtopk.errors import ArgumentError
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, GRADIENTS, Rounds
@@ -139,7 +139,7 @@ def words_of(recipe: recipes.ExchangeRecipe, every: int | None = None) -> str:
 def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
     """Methods on updates, in rounds of `every` steps or of several lengths; by default, what we advise."""
     if every is not None:
-        check_integer("every", every, at_least=1)
+        check_integer("every", every, at_least=1, at_most=MOST)
     if labels is None:
         found = [DILOCO.format(every or DILOCO_EVERY)]
         for n in [every] if every else ADVISED_EVERY:

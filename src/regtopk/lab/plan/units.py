@@ -6,10 +6,11 @@ import re
 from regtopk.errors import ArgumentError
 
 _NUMBER = re.compile(
-    r"\s*((?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)\s*([^\d,.].*?|)\s*", re.I
+    r"\s*((?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)\s*([^\d,.].*?|)\s*", re.I | re.A
 )
 _BANDWIDTH_UNIT = re.compile(r"([kmgt]?)(bits?|b|bytes?)?(ps|/s|/sec)?", re.I)
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_MOST = 1e15  # entries, above which nothing that is predicted makes sense
 _COUNTS = _PREFIXES | {"b": 1e9}
 _PER_SECOND = {"s": 1.0, "sec": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9, "min": 1 / 60}
 _TIMES = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 999.5), ("s", 1.0, 0.9995))
@@ -41,8 +42,8 @@ def parse_count(name: str, text: str) -> int:
     number, unit = _split(text)
     count = number * _COUNTS.get(unit.lower(), math.nan)
     is_whole = abs(count - round(count)) <= 1e-6 * count if math.isfinite(count) else False
-    rule = "a whole number of at least 1, such as 11173962, 124M or 1.5B"
-    return round(_checked(name, count if is_whole else math.nan, text, rule))
+    rule = f"a whole number from 1 to {_MOST:g}, such as 11173962, 124M or 1.5B"
+    return round(_checked(name, count if is_whole and count <= _MOST else math.nan, text, rule))
 
 
 def _split(text: str) -> tuple[float, str]:

@@ -1,12 +1,13 @@
 """Reading a run's folder back; an `OutputError` says what is no run."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from regtopk.errors import OutputError
+from regtopk.errors import OutputError, RegtopkError
 from regtopk.lab.runs.run import CARRIED, CONFIG, METRICS, SUMMARY, Record, Run
 
 T = TypeVar("T")
@@ -48,6 +49,11 @@ def read_records(folder: Path) -> list[Record]:
     return _read(path, _parse_lines, "a run") if path.exists() else []
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run's folder."""
+    return _read(path, _parse_object, "a run")
+
+
 def merge_seeds(records: Sequence[Record]) -> list[Record]:
     """Merge records of single seeds, by method, density and step: what differs becomes a list, seed by seed.
 
@@ -74,6 +80,18 @@ def _merge(records: Sequence[Record]) -> Record:
     return merged
 
 
+@contextmanager
+def reading_from(folder: Path, what: str) -> Iterator[None]:
+    """Turn what records that were made up or damaged lead to into an `OutputError` that names the folder."""
+    try:
+        yield
+    except RegtopkError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise OutputError(f"folder must hold a run that can be {what}, got {folder}: {reason}") from error
+
+
 def _read(path: Path, parse: Callable[[str], T], what: str = "a finished run") -> T:
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -85,7 +103,10 @@ def _read(path: Path, parse: Callable[[str], T], what: str = "a finished run") -
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    content = json.loads(text)
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("lists and objects are nested too deeply") from None
     if not isinstance(content, dict):
         raise ValueError(f"an object is expected, got {text[:40].strip()!r}")
     return content

@@ -31,7 +31,7 @@ from regtopk.lab.experiments.tasks import Problem, Task
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
-from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records
+from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records, reading_from
 
 MOVED = ("payload_bytes", "sent_bytes", "received_bytes")  # of `core.traffic`, in every record
 MOST_AT_ONCE = 1.5e9  # parameters of models trained side by side: with their gradients and states, some 80 GB
@@ -53,8 +53,11 @@ class Comparison(Experiment[CompareConfig]):
         if not (resume or force):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
-        replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
-        for seed in tuning_seeds(recorded) & set(config.chosen_seeds):
+        with reading_from(folder, "continued"):
+            finished_curves(config, recorded)
+            replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
+            searched = tuning_seeds(recorded)
+        for seed in searched & set(config.chosen_seeds):
             raise ArgumentError(
                 f"seeds must not include the one that hyperparameters were picked on, got {seed}"
             )
@@ -73,7 +76,8 @@ class Comparison(Experiment[CompareConfig]):
                 groups = _groups(config, rows, done, numel)
                 for new in self._run(config, problem, folder, groups, done, progress):
                     writer.add(new)
-                summary = self.summarise(config, read_records(folder))
+                with reading_from(folder, "summarised"):
+                    summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
         return summary
 

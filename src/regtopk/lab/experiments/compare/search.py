@@ -10,7 +10,7 @@ from statistics import fmean
 from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.compare.results import key_of, settings_words
 from regtopk.lab.method import Grid, GridPoint
-from regtopk.lab.runs import Record, write_json
+from regtopk.lab.runs import Record, read_object, reading_from, write_json
 
 SEARCH = "search.json"  # in the results folder: what the runs of its searches ended with
 
@@ -65,7 +65,7 @@ class Search:
     def _run(self, grid: Grid, point: GridPoint, run: MethodAt) -> Record:
         """What a point ended with. It is trained, unless it was before."""
         path, kind, settings = self.folder / SEARCH, self.config.kind, grid.settings(point)
-        ended = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        ended = read_object(path) if path.exists() else {}
         key = json.dumps([grid.label, settings, run.density, self.seed])
         if key not in ended:
             records = list(self.train(run, self.seed))
@@ -73,7 +73,8 @@ class Search:
             final = None if diverged else fmean(r[kind.metric] for r in records[-kind.num_last :])
             ended[key] = {"final": final, "diverged": diverged}
             write_json(path, ended)
-        return {"settings": settings, "density": run.density, **ended[key]}
+        with reading_from(self.folder, "continued"):
+            return {"settings": settings, "density": run.density, **ended[key]}
 
 
 def tuning_seeds(records: Sequence[Record]) -> set[int]:

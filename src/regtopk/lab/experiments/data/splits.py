@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regtopk.core.options import did_you_mean
+from regtopk.core.options import did_you_mean, read_number
 from regtopk.errors import ArgumentError
 
 RULE = "split must be iid, sorted[:SHARDS >= 1] or dirichlet[:ALPHA > 0]"
@@ -16,7 +16,7 @@ def check_split(split: str) -> tuple[str, float]:
     """Read "iid", "sorted", "sorted:SHARDS" or "dirichlet:ALPHA"."""
     kind, _, text = split.partition(":")
     try:
-        number = float(text) if text else DEFAULTS.get(kind, 0.0)
+        number = read_number(float, text) if text else DEFAULTS.get(kind, 0.0)
     except ValueError:
         number = -1.0
     is_fine = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regtopk.algorithms import Dense, GlobalTopK, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.options import check_options, integer, option, within
+from regtopk.core.options import check_integer, check_options, integer, option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment
 from regtopk.lab.experiments.settings import check_densities, check_device, parse_seeds, threads_for
 from regtopk.lab.experiments.tasks.convex import Regressions, draw_regressions
@@ -28,6 +28,7 @@ from regtopk.simulate import Cluster
 METHODS = ("dense", "topk", "regtopk", "regtopk-cap", "regtopk-current", "global-topk")
 Curves = dict[tuple[str, float], Algorithm[Any]]  # by method and density
 TRACKS_WITHIN = 3.0  # times the dense distance: what we call following dense
+MOST_ENTRIES = 2**31  # of the data, in 8 bytes each
 JUMP = 10.0  # a step that makes the distance so many times longer is a jump
 
 
@@ -62,7 +63,8 @@ class Fig2Config:
     def __post_init__(self) -> None:
         """Check the settings."""
         check_options(self)
-        parse_seeds(self.seeds)
+        num_entries = self.num_workers * self.numel * self.num_points * len(parse_seeds(self.seeds))
+        check_integer("num_workers * numel * num_points * seeds", num_entries, at_most=MOST_ENTRIES)
 
 
 def regressions_of(config: Fig2Config) -> Regressions:

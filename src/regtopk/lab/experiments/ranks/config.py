@@ -14,6 +14,7 @@ from regtopk.lab.experiments.settings import check_device
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES
 
+MOST_RANKS = 256  # processes on one machine
 NUM_DIGITS = 1437  # scikit-learn's for training
 # settings that only the simulator has
 SIMULATED = (
@@ -54,8 +55,8 @@ class TrainConfig(CompareConfig):
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """
 
-    num_workers: int = option(0, integer(at_least=2))
-    num_evaluations: int = 0
+    num_workers: int = option(0, integer(at_least=2, at_most=MOST_RANKS))
+    num_evaluations: int = option(0, integer(at_least=1))
     collective: Collective = option("auto", one_of("auto", "all_gather", "split"))
 
     def __post_init__(self) -> None:

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.options import integer, option
+from regtopk.core.options import check_integer, integer, option
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples
 from regtopk.lab.experiments.data.splits import batch_order, divide, weights_of
 from regtopk.lab.experiments.networks.flat import flatten, layout_of
+
+MOST_DRAWS = 2**30  # of examples, which are drawn before a training
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Task(ABC):
             value = getattr(config, name)
             if name not in cls.network_settings and value != getattr(TaskSettings, name):
                 raise ArgumentError(f"{name} is fixed for {config.task}: do not give it, got {value!r}")
+        num_draws = config.num_steps * config.num_workers * config.batch_size
+        check_integer("num_steps * num_workers * batch_size", num_draws, at_most=MOST_DRAWS)
 
     @classmethod
     @abstractmethod

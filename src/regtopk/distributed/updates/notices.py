@@ -1,0 +1,60 @@
+"""What an exchange of updates hears of its module: that it has loaded weights, and that it was read."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakMethod
+
+_log = logging.getLogger("regtopk")
+
+
+class LoadNotice:
+    """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
+
+    _has_loaded = False
+
+    def __call__(self, *_: Any) -> None:
+        """Called by the module."""
+        self._has_loaded = True
+
+    def taken(self) -> bool:
+        """Whether it has, since this was last asked."""
+        has_loaded, self._has_loaded = self._has_loaded, False
+        return has_loaded
+
+
+class ReadNotice:
+    """Warns once if a module is read inside a round, when its weights are this rank's; a copy is silent."""
+
+    _is_silent = False  # while those read who know
+
+    def __init__(self, is_inside: Callable[[], bool] | None = None) -> None:
+        self._is_inside = None if is_inside is None else WeakMethod(is_inside)  # no module holds its exchange
+
+    def __reduce__(self) -> Any:
+        return ReadNotice, ()
+
+    def __call__(self, *_: Any) -> None:
+        """Called by the module."""
+        is_inside = None if self._is_inside is None or ReadNotice._is_silent else self._is_inside()
+        if is_inside is not None and is_inside():
+            self.mute()
+            _log.warning(
+                "state_dict() of the model was called inside a round: it holds this rank's weights. Call it "
+                "`with exchange.agreed():` for those that all ranks share, or save exchange.state_dict()"
+            )
+
+    def mute(self) -> None:
+        """Say nothing from now on."""
+        self._is_inside = None
+
+    @classmethod
+    @contextmanager
+    def silent(cls) -> Iterator[None]:
+        """Let modules be read."""
+        cls._is_silent = True
+        try:
+            yield
+        finally:
+            cls._is_silent = False
