@@ -229,7 +229,9 @@ class TorchftExchange(UpdatesBase):
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
         parameters: this, and all that is not named here, is as in `regtopk.UpdateExchange`.
         algorithm: not EF21: its sum of all replicas' estimates would be wrong once one leaves.
+        every: the same on all replicas.
         delay: 0 to every // fragments - 1, as one round is under way at a time.
+        clip_norm: None.
         options: see `regtopk.ExchangeOptions`. `weight` is more than 0, and w_n its share of the sum over the
             replicas that take part; None: 1. `process_group` and `handshake_timeout_s` are the Manager's.
     """
@@ -251,6 +253,8 @@ class TorchftExchange(UpdatesBase):
                 raise ArgumentError(
                     f"{name} must not be given, as the Manager has {_MANAGED[name]}, got {value!r}"
                 )
+        if options.get("clip_norm") is not None:
+            raise ArgumentError(f"clip_norm must be None with torchft, got {options['clip_norm']}")
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
         weight = options.get("weight")

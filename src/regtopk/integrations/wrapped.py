@@ -98,6 +98,8 @@ class ExchangeInTrainer:
             self.exchange = UpdateExchange(
                 inner.module, optimizers, self._algorithm, process_group=inner.process_group, **self._options
             )
+            if len(set(everys := self.exchange.everys)) > 1:
+                raise ClusterError(f"every must be the same on all ranks in a trainer, got {everys} by rank")
             silence(model)
         return self.exchange
 

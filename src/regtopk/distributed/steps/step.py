@@ -34,6 +34,7 @@ from regtopk.distributed.steps.driver import Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError
+from regtopk.rounds import clip_scales, norm_of
 
 _MOST_KNOWN = 64  # of what all ranks have agreed on: a density may change with every step
 _log = logging.getLogger("regtopk")
@@ -54,6 +55,8 @@ class Kind:
     parts: tuple[tuple[str, ...], ...] = ()  # the names of parameters that are exchanged together; none: all
     takes_turns: bool = False  # whether a step exchanges one part, not all of them
     has_thread: bool = False  # whether steps are made beside training: they need a process group of their own
+    clip_norm: float | None = None  # how many times the median of all ranks' norms a vector may have
+    every: int = 1  # how many of the optimizer's steps this rank makes for one of these
 
 
 @dataclass(eq=False)
@@ -118,7 +121,7 @@ class Steps:
         self.algorithm = algorithm
         self.collectives = collectives  # for what users call
         self.shard = None if shards is None else shards.place  # [which part of the model, of how many]
-        self._kind, self._options = kind, options
+        self.kind, self._options = kind, options
         # a rank that holds the whole model has no other to agree with
         self.others = None if shards is None or shards.place[1] == 1 else shards.collectives
         named, skip = parameters.named, options.skip
@@ -127,7 +130,8 @@ class Steps:
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
         self.settings = self._compared(skipped)
-        weights = meet(collectives, shards, self.settings, options, kind.call)
+        weights, self.everys = meet(collectives, shards, self.settings, options, kind.call, kind.every)
+        self._num_dense = -(-options.dense_steps // max(self.everys))  # steps that send everything
         if kind.has_thread:
             collectives = Collectives(new_group_like(collectives.group, self.device))
         self.rank = Rank(collectives, weights, options)
@@ -155,7 +159,7 @@ class Steps:
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
-            **dict(self._kind.settings),
+            **dict(self.kind.settings),
             **({} if self.shard is None else {"shard": self.shard}),
         }
 
@@ -237,21 +241,40 @@ class Steps:
             report = share_report(self.rank.collectives, self.pending_report, self.device)
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
-        turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._options.dense_steps)
+        turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._num_dense)
         names = [name for bucket in buckets for name in bucket.names]
         question = Question(self._num_steps, names, [_num_selected(bucket, turn) for bucket in buckets])
         # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
         # A rank that now asks for something else hears of it, and raises.
         is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
+        numbers = None if self.kind.clip_norm is None else self._numbers(flats)
         with timer.phase("collective_s"):
             ranks = self.rank.collectives, self.others
-            agreement = Agreement(*ranks, question, is_finite, self._ledger.waited_s)
+            agreement = Agreement(*ranks, question, is_finite, self._ledger.waited_s, numbers)
             if may_go_on and is_safe and agreement.is_on_device:
                 agreement.go_on()
             else:
                 agreement.hear()
                 self._known = {*self._known, question.what} if len(self._known) < _MOST_KNOWN else set()
+        if numbers is not None and agreement.is_finite:
+            self._scale_(flats, agreement.numbers)
         return Step(self, turn, agreement)
+
+    def _numbers(self, flats: list[Tensor]) -> Tensor:
+        """What all ranks must know of this rank's vectors: (1,), their norm."""
+        squares = norm_of(flats).square().unsqueeze(0)
+        if self.others is not None:
+            there = self.others.device_for_flags(self.device)
+            squares = self.others.all_gather(squares.to(there)).sum(0)  # of the whole model
+        return squares.sqrt()
+
+    def _scale_(self, flats: list[Tensor], numbers: Tensor) -> None:
+        """Scale the vectors down, before they meet the residual, if they are far longer than others'."""
+        assert self.kind.clip_norm is not None
+        scales = clip_scales(numbers[:, 0], self.rank.weights, self.kind.clip_norm)
+        self._ledger.num_clipped.update(self.rank.collectives.ranks[n] for n in (scales < 1).nonzero())
+        for flat in flats:
+            flat.mul_(scales[self.rank.index].to(flat.dtype))
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
         """Take the loss scale out of a gradient; is it finite? `is_finite`: with the scale, if known."""
@@ -274,7 +297,7 @@ class Steps:
             raise
 
     def _end(self, step: Step, num_dense: int) -> None:
-        exchanged = step.turn.buckets if self._kind.takes_turns else self.buckets.all
+        exchanged = step.turn.buckets if self.kind.takes_turns else self.buckets.all
         numel = sum(bucket.layout.numel for bucket in exchanged)
         self.rank.record.dense_bytes = num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
         for bucket in step.turn.buckets:
@@ -301,7 +324,7 @@ class Steps:
             self.pending_report = None
         elif self._options.grad_scaler is None and self._ledger.total.num_skipped == 0:
             # once: without a GradScaler the optimizer would make every parameter NaN
-            _log.warning(self._kind.warning, self._num_steps)
+            _log.warning(self.kind.warning, self._num_steps)
         self.rank.record.num_skipped = int(not agreement.is_finite)
         self._ledger.waits = agreement.waits
         self._ledger.add(self.rank.record, self.rank.timer)
@@ -327,7 +350,7 @@ class Steps:
     @property
     def num_turns(self) -> int:
         """How many steps were made of every part of the model: the algorithm's own count."""
-        return self.num_steps // (len(self._kind.parts) if self._kind.takes_turns else 1)
+        return self.num_steps // (len(self.kind.parts) if self.kind.takes_turns else 1)
 
     @property
     def ledger(self) -> Ledger:
@@ -350,7 +373,7 @@ class Steps:
         try:
             self.settle()
         finally:
-            if self._kind.has_thread and not self.is_closed:
+            if self.kind.has_thread and not self.is_closed:
                 end_group(self.rank.collectives)
             self._obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
 
@@ -373,7 +396,7 @@ class Steps:
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            return saved.loaded(self.buckets, state, keeps_buckets=bool(self._kind.parts))
+            return saved.loaded(self.buckets, state, keeps_buckets=bool(self.kind.parts))
 
     def go_on_from(self, progress: saved.Progress) -> None:
         """Go on from what was loaded."""

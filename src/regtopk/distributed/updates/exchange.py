@@ -19,7 +19,7 @@ from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.attached import warn_of_two_momenta
 from regtopk.distributed.steps.base import Counted, ExchangeBase
-from regtopk.distributed.steps.handshake import roll_call
+from regtopk.distributed.steps.handshake import compare, roll_call
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
@@ -31,7 +31,7 @@ from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import LocalRounds, Rounds
 
-TIMES = ("every", "delay", "fragments", "mix")
+TIMES = ("every", "delay", "fragments", "mix", "clip_norm")
 _log = logging.getLogger("regtopk")
 
 
@@ -42,6 +42,7 @@ class UpdateOptions(ExchangeOptions, total=False):
     delay: int
     fragments: int
     mix: float
+    clip_norm: float | None
     outer: Outer | None
     buffers: How
     grad_scaler: torch.amp.GradScaler | None
@@ -51,6 +52,7 @@ class UpdatesBase(Counted):
     """Counts the steps of optimizers, and makes the rounds that are due."""
 
     _call, _peer = "regtopk.UpdateExchange", "rank"
+    _is_every_same = True  # whether all ranks must have the same `every`
 
     def _prepared(
         self,
@@ -65,20 +67,29 @@ class UpdatesBase(Counted):
         times = {name: others.pop(name, Rounds._field_defaults[name]) for name in TIMES}
         rounds = Rounds("updates", **times)
         rounds.check_times()
+        if others.get("weight") == "steps":
+            others["weight"] = rounds.every
         outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
         checked = Options(**others)
         scaler = checked.grad_scaler
         model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments, scaler)
         if takes_turns := rounds.fragments > 1:
             refuse_k(algorithm)
-        # updates have no scale, and dense steps are rounds
-        checked = replace(checked, grad_scaler=None, dense_steps=-(-checked.dense_steps // rounds.every))
+        checked = replace(checked, grad_scaler=None)  # updates have no scale
         warning = (
             f"after round %d a {self._peer}'s update was not finite: all {self._peer}s went back to where "
             "the round began; total.num_skipped counts such rounds"
         )
         settings, parts = {**times, **model.describe()}, tuple(model.fragments) if takes_turns else ()
-        return rounds, model, checked, Kind(self._call, warning, tuple(settings.items()), parts, takes_turns)
+        if not self._is_every_same:
+            del settings["every"]
+        own: dict[str, Any] = {"clip_norm": rounds.clip_norm, "every": rounds.every}
+        return (
+            rounds,
+            model,
+            checked,
+            Kind(self._call, warning, tuple(settings.items()), parts, takes_turns, **own),
+        )
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
@@ -103,6 +114,11 @@ class UpdatesBase(Counted):
         return self._steps.num_turns
 
     @property
+    def everys(self) -> list[int]:
+        """Every rank's steps per round."""
+        return list(self._steps.everys)
+
+    @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, for a learning rate that changes."""
         return self._model.outer
@@ -111,9 +127,13 @@ class UpdatesBase(Counted):
         """What this rank sent, against dense gradients in every step, and where the time went."""
         self._maker.land_all()
         steps, norm = self._steps, self.total.residual_norm
-        rounds = self._rounds.rounds
-        counts = self.num_steps, rounds.fragments, self._peer, rounds.every
-        return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
+        counts = self.num_steps, self._rounds.rounds.fragments, self._peer, steps.kind.every
+        text = summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
+        if len(set(self.everys)) > 1:
+            waits = zip(self.everys, steps.ledger.waits.values(), strict=False)  # none before a round
+            by_rank = ", ".join(f"{every} ({waited_s:.3g} s)" for every, waited_s in waits)
+            text += f"\n  by rank   steps per round, and time spent waiting: {by_rank}"
+        return text
 
     @contextmanager
     @torch.no_grad()  # not of what the caller does meanwhile
@@ -197,11 +217,13 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         optimizer: what trains exactly these parameters; frozen ones may be among them. Several, such as
             ``[muon, adamw]``, have each parameter once, and step equally often, in one order.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
-        every: how many optimizer steps a round has; 1 if not given.
+        every: how many optimizer steps a round of this rank has; 1 if not given. It may differ by rank.
         delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 (if not
             given) to every - 1. It needs the memory of one more model.
         fragments: how many parts, of about the same size, take turns, 1 (if not given) to every.
         mix: in [0, 1], how much is kept of what the rank has learned during the delay; 1 if not given.
+        clip_norm: an update whose norm is more than so many times the median of all ranks' is scaled down to
+            that, by fragment; None (if not given): never.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
         buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" (if not
@@ -216,6 +238,8 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         ArgumentError: an option breaks its rule, or the optimizers train other parameters.
         ClusterError: a wrapped model, a second exchange, ranks that differ or that did not make this call.
     """
+
+    _is_every_same = False
 
     @names_typos
     def __init__(
@@ -238,6 +262,13 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         kind = replace(kind, has_thread=rounds.delay > 0)
         steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
+        pause = min(steps.everys) // rounds.fragments
+        if len(set(steps.everys)) > 1 and rounds.delay >= pause:  # one would send again before it receives
+            steps.close()
+            raise ArgumentError(
+                f"delay must be less than the smallest every // fragments, {pause}, where every differs by "
+                f"rank, got {rounds.delay}"
+            )
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         for each in (*inner, model.outer):
@@ -251,12 +282,13 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._model.inner.check_whole("state_dict")
         rounds = self._rounds
         skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
-        return update_checkpoint.add_to(self._steps.state_dict(), self._model, rounds, skipped)
+        steps = self._steps
+        return update_checkpoint.add_to(steps.state_dict(), self._model, rounds, steps.everys, skipped)
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
         self._refuse_in_agreed("load_state_dict")
-        rounds = self._rounds.rounds
-        steps, model = update_checkpoint.loaded(self._model, saved, rounds, self.rank, self.weights)
+        facts = self._rounds.rounds, self.rank, self.weights, self._steps.everys
+        steps, model = update_checkpoint.loaded(self._model, saved, *facts)
         return self._steps.loaded(steps), model
 
     @torch.no_grad()
@@ -273,13 +305,15 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give all ranks the same model now. Call it on every rank, after equally many steps.
+        """Give all ranks the same model now. Call it on every rank, when all have sent equally often.
 
-        It applies the rounds that are under way, and exchanges every fragment, unless the model is
-        theta_start, as it is after a round without `delay` and `fragments`. Residuals stay unsent.
+        It applies the rounds that are under way, and exchanges every fragment, unless all ranks' models are
+        theta_start, as they are after a round without `delay` and `fragments`. Residuals stay unsent.
         """
         self._refuse_in_agreed("finish")
         self._model.inner.check_whole("finish")
         self._steps.check_usable()
         roll_call(self._collectives, "finish", "handshake_timeout_s", self._handshake_timeout_s)
-        self._rounds.finish()
+        rounds, ranks = self._rounds, self._collectives
+        compare(ranks, {"number of exchanges": rounds.rounds.num_sent(rounds.clock)})
+        rounds.finish(lambda is_start: all(ranks.all_gather_objects(is_start)))

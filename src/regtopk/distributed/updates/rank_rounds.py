@@ -141,8 +141,8 @@ class RankRounds(RoundMaker):
                 raise
             raise ClusterError(
                 f"{error} Round {steps.num_turns} did not begin. If no rank has stopped: did every rank call "
-                "optimizer.step() equally often? A step that a GradScaler skips does not count: count by "
-                "num_steps, not by batches"
+                "optimizer.step() as often as its `every` says? A step that a GradScaler skips does not "
+                "count: count by num_steps, not by batches"
             ) from error
 
     def _join_buffers(self, rank: Rank) -> None:

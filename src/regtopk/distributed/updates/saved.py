@@ -3,6 +3,7 @@
 ::
 
     updates      {every, delay, fragments, inner, outer, start, outer_state}       the same on all ranks
+        every        of all ranks; where it differs [every of rank 0, ...]
         inner        the class of the ranks' optimizer; of several "Muon, AdamW", in their order
         outer        {class, option: value, ...}
         start        {parameter: tensor}: theta_start, in at least float32
@@ -36,7 +37,7 @@ from regtopk.distributed.updates.optimizers import describe_outer, names_in, wei
 from regtopk.errors import StateError
 from regtopk.rounds import LocalRounds, Rounds
 
-_TIMES = ("every", "delay", "fragments")
+_TIMES = ("delay", "fragments")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
 
 
@@ -54,7 +55,7 @@ class LoadedModel(NamedTuple):
 
 
 def add_to(
-    saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool]
+    saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, everys: list[int], skipped: list[bool]
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates."""
     sent = {
@@ -73,6 +74,7 @@ def add_to(
     for worker in saved["workers"].values():
         worker["updates"] = (mine,)
     updates = {
+        "every": _told(everys),
         **{time: getattr(rounds.rounds, time) for time in _TIMES},
         "inner": model.inner.kinds,
         **({"held": _held(model)} if len(model.inner.all) > 1 else {}),
@@ -84,7 +86,12 @@ def add_to(
 
 
 def loaded(
-    model: LocalModel, saved: dict[str, Any], rounds: Rounds, rank: int, weights: list[float]
+    model: LocalModel,
+    saved: dict[str, Any],
+    rounds: Rounds,
+    rank: int,
+    weights: list[float],
+    everys: list[int],
 ) -> tuple[dict[str, Any], LoadedModel]:
     """What the steps and the model of a rank go on with; nothing changes yet.
 
@@ -99,8 +106,10 @@ def loaded(
         refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
         if not is_same:
             saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
-        mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved)
+        mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved, rounds)
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
+        if len(saved["weights"]) == len(weights):  # on another number of ranks it may be any
+            _refuse_other("every", _told(everys), updates["every"])
         _check(model, rounds, updates, new)
     return {key: part for key, part in saved.items() if key != "updates"}, new
 
@@ -121,6 +130,8 @@ def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, An
 
 def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
     (mine,) = worker["updates"]
+    if not mine["parameters"]:  # it is at theta_start, though others are not
+        return worker
     is_spoiled = not all(bool(torch.isfinite(own).all()) for own in mine["parameters"].values())
     if is_spoiled or any(mine["skipped"]):  # what it has learned is taken back
         return worker
@@ -137,14 +148,18 @@ def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
     return {**worker, "entries": entries}
 
 
-def _mean_of_ranks(saved: dict[str, Any]) -> dict[str, Any]:
+def _mean_of_ranks(saved: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
     """What every rank goes on with at a round's end; the options of the optimizer are the first rank's."""
-    kept = kept_ranks(saved)
+    kept, every = kept_ranks(saved), saved["updates"]["every"]
     workers = [saved["workers"][str(n)]["updates"][0] for n in kept]
     weights = [saved["weights"][n] for n in kept]
     states = [worker["optimizer"]["state"] for worker in workers]
+    before = rounds._replace(every=every[kept[0]] if isinstance(every, list) else every)
+    num_steps = workers[0]["num_steps"]
+    if before != rounds:  # ranks must be as far in the order of fragments, not in steps
+        num_steps = rounds.step_after(before.num_sent(num_steps))
     return {
-        "num_steps": workers[0]["num_steps"],
+        "num_steps": num_steps,
         "optimizer": {**workers[0]["optimizer"], "state": weighted_mean(states, weights)},
         "buffers": weighted_mean([worker["buffers"] for worker in workers], weights),
     }
@@ -174,6 +189,10 @@ def shard_state(optimizer: Optimizer) -> None:
                 state[key] = like(saved, p)
 
 
+def _told(everys: list[int]) -> int | list[int]:
+    return everys if len(set(everys)) > 1 else everys[0]
+
+
 def _held(model: LocalModel) -> list[list[str | None]]:
     """The parameters of each group: two optimizers of one class may be given in another order."""
     return names_in(model.inner.param_groups, model.parameters.whole)
@@ -195,13 +214,17 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
     ]
-    for what, own, found in facts:
-        if own != found:
-            raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
+    for fact in facts:
+        _refuse_other(*fact)
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
     _check_optimizer(model.inner.param_groups, new.optimizer)
+
+
+def _refuse_other(what: str, own: Any, found: Any) -> None:
+    if own != found:
+        raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
 
 
 def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
