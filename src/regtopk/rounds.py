@@ -81,6 +81,7 @@ class Rounds(NamedTuple):
     fragments: int = 1
     mix: float = 1.0
     clip_norm: float | None = None
+    by_worker: tuple[int, ...] = ()  # every of each worker, written every=4/4/1: `every` is then the largest
 
     @property
     def has_updates(self) -> bool:
@@ -105,6 +106,14 @@ class Rounds(NamedTuple):
             given = [name for name in self._fields if getattr(self, name) != getattr(GRADIENTS, name)]
             raise ArgumentError(f"{' and '.join(given)} must stand with exchange=updates, got {label!r}")
         self.check_times()
+        for every in self.by_worker:
+            self._replace(every=every).check_times()
+            pause, rest = divmod(every, self.fragments)
+            if rest or self.delay >= pause:
+                raise ArgumentError(
+                    "every of each worker must be a multiple of fragments, and delay less than every // "
+                    f"fragments, got {label!r}"
+                )
         check_choice("outer", self.outer, OUTER)
         if self.outer == "none" and (self.outer_lr is not None or self.outer_momentum is not None):
             raise ArgumentError(f"outer_lr and outer_momentum need an outer other than none, got {label!r}")
@@ -138,6 +147,13 @@ class Rounds(NamedTuple):
     def step_after(self, num_sent: int) -> int:
         """After how many steps so many fragments are sent."""
         return num_sent * self.every // self.fragments
+
+    def makes_step(self, worker: int, step: int) -> bool:
+        """Whether a worker takes part in a step of the fastest: in the first ones, then it waits to send."""
+        if not self.by_worker:
+            return True
+        own, num_sent = self._replace(every=self.by_worker[worker]), self.num_sent(step)
+        return step - self.step_after(num_sent) < own.step_after(num_sent + 1) - own.step_after(num_sent)
 
     def next_send(self, step: int) -> int:
         """After how many steps, more than so many, the next fragment is sent."""
