@@ -89,6 +89,11 @@ class Rounds(NamedTuple):
         return self.exchange == "updates"
 
     @property
+    def told_every(self) -> int | list[int]:
+        """As records and saved states have it: one number, or one of each worker."""
+        return list(self.by_worker) or self.every
+
+    @property
     def outer_settings(self) -> Outer:
         """The settings of `outer`, defaults included."""
         given: dict[str, Any] = {"lr": self.outer_lr, "momentum": self.outer_momentum}

@@ -14,7 +14,7 @@ from torch import nn
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded, whole_parameters
-from tests.distributed.test_delay import unsent
+from tests.distributed.test_speeds import unsent
 from tests.distributed.test_updates import TOPK, adamw, is_same_on_all_ranks, nesterov, train
 from tests.distributed.training import (
     algorithm_state,

@@ -229,11 +229,10 @@ class TorchftExchange(UpdatesBase):
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
         parameters: this, and all that is not named here, is as in `regtopk.UpdateExchange`.
         algorithm: not EF21: its sum of all replicas' estimates would be wrong once one leaves.
-        every: the same on all replicas.
         delay: 0 to every // fragments - 1, as one round is under way at a time.
-        clip_norm: None.
-        options: see `regtopk.ExchangeOptions`. `weight` is more than 0, and w_n its share of the sum over the
-            replicas that take part; None: 1. `process_group` and `handshake_timeout_s` are the Manager's.
+        options: see `regtopk.ExchangeOptions`. `every` is the same on all replicas, and `clip_norm` None.
+            `weight` is more than 0, and w_n its share of the sum over the replicas that take part; None: 1.
+            `process_group` and `handshake_timeout_s` are the Manager's.
     """
 
     _call, _peer = "regtopk.integrations.torchft.TorchftExchange", "replica"
@@ -260,6 +259,7 @@ class TorchftExchange(UpdatesBase):
         weight = options.get("weight")
         check_positive("weight", weight := 1.0 if weight is None else weight)
         rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
+        kind = replace(kind, settings=(("every", rounds.every), *kind.settings))  # which is the same on all
         pause = rounds.every // rounds.fragments
         if rounds.delay >= pause:
             raise ArgumentError(

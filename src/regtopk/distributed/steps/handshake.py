@@ -67,21 +67,15 @@ def end_group(collectives: Collectives) -> None:
 
 
 def meet(
-    collectives: Collectives,
-    shards: Shards | None,
-    mine: dict[str, Any],
-    options: Options,
-    call: str,
-    every: int,
+    ranks: Collectives, shards: Shards | None, mine: dict[str, Any], options: Options, call: str, every: int
 ) -> tuple[Tensor, list[int]]:
     """Compare the settings of all ranks; all their weights, (N,) float64, and their steps per round."""
     if shards is not None:
-        own = {"weight": options.weight, "every": every}
-        _meet_shards(shards, collectives, {**mine, **own}, options.handshake_timeout_s, call)
-    roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
-    compare(collectives, mine)
-    weights, everys = zip(*collectives.all_gather_objects((options.weight, every)), strict=True)
-    return _shares(list(weights), collectives.ranks), list(everys)
+        _meet_shards(shards, ranks, {**mine, "every": every}, options, call)
+    roll_call(ranks, call, "handshake_timeout_s", options.handshake_timeout_s)
+    compare(ranks, mine)
+    weights, everys = zip(*ranks.all_gather_objects((options.weight, every)), strict=True)
+    return _shares(list(weights), ranks.ranks), list(everys)
 
 
 def _shares(weights: list[Any], ranks: list[int]) -> Tensor:
@@ -100,13 +94,14 @@ def _shares(weights: list[Any], ranks: list[int]) -> Tensor:
 
 
 def _meet_shards(
-    shards: Shards, replicas: Collectives, mine: dict[str, Any], timeout_s: float, call: str
+    shards: Shards, replicas: Collectives, mine: dict[str, Any], options: Options, call: str
 ) -> None:
     """Compare the settings of the ranks that share a model. Every rank of the mesh hears what any finds."""
+    timeout_s = options.handshake_timeout_s
     roll_call(shards.collectives, f"{call} along the shard axis", "handshake_timeout_s", timeout_s)
     axis = "along the replicate axis (one may still wait for another shard)"
     roll_call(replicas, f"{call} {axis}", "handshake_timeout_s", timeout_s)
-    mine = {**mine, "parameters": shards.whole, "shard": None}  # their parts differ
+    mine = {**mine, "weight": options.weight, "parameters": shards.whole, "shard": None}  # their parts differ
     found = difference(shards.collectives, mine)
     for replica, theirs in enumerate(replicas.all_gather_objects(found)):
         if theirs is not None:

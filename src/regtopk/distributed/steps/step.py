@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ from regtopk.distributed.steps.agreement import Agreement, Question, share_repor
 from regtopk.distributed.steps.alike import Alike
 from regtopk.distributed.steps.driver import Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
+from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError
-from regtopk.rounds import clip_scales, norm_of
 
 _MOST_KNOWN = 64  # of what all ranks have agreed on: a density may change with every step
 _log = logging.getLogger("regtopk")
@@ -55,7 +55,7 @@ class Kind:
     parts: tuple[tuple[str, ...], ...] = ()  # the names of parameters that are exchanged together; none: all
     takes_turns: bool = False  # whether a step exchanges one part, not all of them
     has_thread: bool = False  # whether steps are made beside training: they need a process group of their own
-    clip_norm: float | None = None  # how many times the median of all ranks' norms a vector may have
+    scaling: Scaling = field(default_factory=Scaling)  # what vectors are multiplied by
     every: int = 1  # how many of the optimizer's steps this rank makes for one of these
 
 
@@ -194,6 +194,7 @@ class Steps:
         buckets: list[Bucket] | None = None,
         *,
         num_dense: int = 1,
+        tokens: float = 0.0,
         may_go_on: bool = False,
         can_be_taken_back: bool = False,
     ) -> Iterator[Step]:
@@ -206,13 +207,14 @@ class Steps:
             vectors: of the buckets, which the algorithm may change; or what makes them, in the step's time.
             buckets: what is exchanged; all if None.
             num_dense: how many all_reduces of a dense run the step stands for.
+            tokens: how many this rank's vectors were learned from, where they are weighed by that.
             may_go_on: whether the host may go on without the answers, where collectives run on the device.
                 Then `step.is_spoilt` tells there whether the step counts; `settle` tells the host.
             can_be_taken_back: keep a copy of the state, for `step.take_back()` and for failures.
         """
         buckets = self.buckets.all if buckets is None else buckets
         with self.lock:
-            step = self._begin(vectors, buckets, may_go_on)
+            step = self._begin(vectors, buckets, tokens, may_go_on)
             for bucket in buckets if can_be_taken_back and step.is_finite else ():  # else none changes
                 bucket.keep_state()
             with self.half_way(step if can_be_taken_back else None):
@@ -231,7 +233,7 @@ class Steps:
         with self.step(take) as step:
             step.exchange(layout.into(grads))
 
-    def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], may_go_on: bool) -> Step:
+    def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], tokens: float, may_go_on: bool) -> Step:
         """See that all ranks are here, exchange the same, and have finite vectors."""
         self.settle()
         self.check_usable()
@@ -247,7 +249,8 @@ class Steps:
         # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
         # A rank that now asks for something else hears of it, and raises.
         is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
-        numbers = None if self.kind.clip_norm is None else self._numbers(flats)
+        scaling = self.kind.scaling
+        numbers = scaling.numbers(flats, tokens, self.others) if any(scaling) else None
         with timer.phase("collective_s"):
             ranks = self.rank.collectives, self.others
             agreement = Agreement(*ranks, question, is_finite, self._ledger.waited_s, numbers)
@@ -260,21 +263,14 @@ class Steps:
             self._scale_(flats, agreement.numbers)
         return Step(self, turn, agreement)
 
-    def _numbers(self, flats: list[Tensor]) -> Tensor:
-        """What all ranks must know of this rank's vectors: (1,), their norm."""
-        squares = norm_of(flats).square().unsqueeze(0)
-        if self.others is not None:
-            there = self.others.device_for_flags(self.device)
-            squares = self.others.all_gather(squares.to(there)).sum(0)  # of the whole model
-        return squares.sqrt()
-
     def _scale_(self, flats: list[Tensor], numbers: Tensor) -> None:
-        """Scale the vectors down, before they meet the residual, if they are far longer than others'."""
-        assert self.kind.clip_norm is not None
-        scales = clip_scales(numbers[:, 0], self.rank.weights, self.kind.clip_norm)
-        self._ledger.num_clipped.update(self.rank.collectives.ranks[n] for n in (scales < 1).nonzero())
+        """Scale the vectors by what all ranks have told of theirs."""
+        scaling, ranks = self.kind.scaling, self.rank.collectives.ranks
+        clipped = scaling.clipped(numbers, self.rank.weights)
+        scale = (clipped * scaling.weighed(numbers, ranks))[self.rank.index]
+        self._ledger.num_clipped.update(ranks[n] for n in (clipped < 1).nonzero())
         for flat in flats:
-            flat.mul_(scales[self.rank.index].to(flat.dtype))
+            flat.mul_(scale.to(flat.dtype))
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
         """Take the loss scale out of a gradient; is it finite? `is_finite`: with the scale, if known."""

@@ -1,6 +1,7 @@
 """Exchanges of updates: the optimizer runs first, and what it changed is sent."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.options import check_number
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
 from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
@@ -20,6 +22,7 @@ from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.attached import warn_of_two_momenta
 from regtopk.distributed.steps.base import Counted, ExchangeBase
 from regtopk.distributed.steps.handshake import compare, roll_call
+from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
@@ -52,7 +55,6 @@ class UpdatesBase(Counted):
     """Counts the steps of optimizers, and makes the rounds that are due."""
 
     _call, _peer = "regtopk.UpdateExchange", "rank"
-    _is_every_same = True  # whether all ranks must have the same `every`
 
     def _prepared(
         self,
@@ -67,29 +69,25 @@ class UpdatesBase(Counted):
         times = {name: others.pop(name, Rounds._field_defaults[name]) for name in TIMES}
         rounds = Rounds("updates", **times)
         rounds.check_times()
-        if others.get("weight") == "steps":
-            others["weight"] = rounds.every
+        weight = others.get("weight")
+        if weight in ("steps", "tokens"):
+            others["weight"] = rounds.every if weight == "steps" else None
         outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
         checked = Options(**others)
         scaler = checked.grad_scaler
         model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments, scaler)
         if takes_turns := rounds.fragments > 1:
             refuse_k(algorithm)
-        checked = replace(checked, grad_scaler=None)  # updates have no scale
+        checked = replace(checked, grad_scaler=None)  # updates have no loss scale
         warning = (
             f"after round %d a {self._peer}'s update was not finite: all {self._peer}s went back to where "
             "the round began; total.num_skipped counts such rounds"
         )
         settings, parts = {**times, **model.describe()}, tuple(model.fragments) if takes_turns else ()
-        if not self._is_every_same:
-            del settings["every"]
-        own: dict[str, Any] = {"clip_norm": rounds.clip_norm, "every": rounds.every}
-        return (
-            rounds,
-            model,
-            checked,
-            Kind(self._call, warning, tuple(settings.items()), parts, takes_turns, **own),
-        )
+        settings["weight='tokens'"] = weight == "tokens"
+        del settings["every"]
+        kind = Kind(self._call, warning, tuple(settings.items()), parts, takes_turns, every=rounds.every)
+        return rounds, model, checked, replace(kind, scaling=Scaling(rounds.clip_norm, weight == "tokens"))
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
@@ -116,7 +114,7 @@ class UpdatesBase(Counted):
     @property
     def everys(self) -> list[int]:
         """Every rank's steps per round."""
-        return list(self._steps.everys)
+        return self._steps.everys
 
     @property
     def outer(self) -> Optimizer | None:
@@ -127,10 +125,11 @@ class UpdatesBase(Counted):
         """What this rank sent, against dense gradients in every step, and where the time went."""
         self._maker.land_all()
         steps, norm = self._steps, self.total.residual_norm
-        counts = self.num_steps, self._rounds.rounds.fragments, self._peer, steps.kind.every
+        rounds = self._rounds.rounds
+        counts = self.num_steps, rounds.fragments, self._peer, rounds.every
         text = summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
-        if len(set(self.everys)) > 1:
-            waits = zip(self.everys, steps.ledger.waits.values(), strict=False)  # none before a round
+        if rounds.by_worker:
+            waits = zip(rounds.by_worker, steps.ledger.waits.values(), strict=False)  # none before a round
             by_rank = ", ".join(f"{every} ({waited_s:.3g} s)" for every, waited_s in waits)
             text += f"\n  by rank   steps per round, and time spent waiting: {by_rank}"
         return text
@@ -239,8 +238,6 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         ClusterError: a wrapped model, a second exchange, ranks that differ or that did not make this call.
     """
 
-    _is_every_same = False
-
     @names_typos
     def __init__(
         self,
@@ -262,8 +259,10 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         kind = replace(kind, has_thread=rounds.delay > 0)
         steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
+        if len(set(steps.everys)) > 1:
+            rounds = rounds._replace(by_worker=tuple(steps.everys))
         pause = min(steps.everys) // rounds.fragments
-        if len(set(steps.everys)) > 1 and rounds.delay >= pause:  # one would send again before it receives
+        if rounds.by_worker and rounds.delay >= pause:  # some would send again before they receive
             steps.close()
             raise ArgumentError(
                 f"delay must be less than the smallest every // fragments, {pause}, where every differs by "
@@ -277,24 +276,34 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.update(inner)
 
+    def count(self, tokens: float) -> None:
+        """Where `weight` is "tokens": how many tokens or examples the coming `optimizer.step()` learns from.
+
+        The weights are t_n / T: what a rank has counted in a round, of what all ranks have.
+        """
+        check_number("tokens", tokens, "finite and >= 0", lambda x: 0 <= x < math.inf)
+        if not self._steps.kind.scaling.by_tokens:
+            raise ArgumentError("weight must be 'tokens' where count() is called")
+        self._maker.count(tokens)
+
     def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
         self._model.inner.check_whole("state_dict")
         rounds = self._rounds
         skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
-        steps = self._steps
-        return update_checkpoint.add_to(steps.state_dict(), self._model, rounds, steps.everys, skipped)
+        tokens = self._maker.tokens if self._steps.kind.scaling.by_tokens else []
+        return update_checkpoint.add_to(self._steps.state_dict(), self._model, rounds, skipped, tokens)
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
         self._refuse_in_agreed("load_state_dict")
-        facts = self._rounds.rounds, self.rank, self.weights, self._steps.everys
-        steps, model = update_checkpoint.loaded(self._model, saved, *facts)
+        rounds = self._rounds.rounds
+        steps, model = update_checkpoint.loaded(self._model, saved, rounds, self.rank, self.weights)
         return self._steps.loaded(steps), model
 
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
         progress, model = loaded
-        self._maker.load(model.skipped)
+        self._maker.load(model.skipped, model.tokens)
         sent = [
             [model.sent[name].to(self.device, copy=True) for name in names if name in model.sent]
             for names in self._model.fragments

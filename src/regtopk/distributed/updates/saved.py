@@ -9,12 +9,13 @@
         start        {parameter: tensor}: theta_start, in at least float32
         outer_state  (state dict of the outer optimizer,) or ({},)
     workers      {"3": {..., updates}}
-        updates      ({num_steps, optimizer, parameters, buffers, sent, skipped},)       what differs by rank
+        updates      ({num_steps, optimizer, parameters, buffers, sent, skipped, tokens},)   what differs
             optimizer   its state dict; of several that of one with all their groups, one after another
             parameters  {name: tensor}, or {} at a round's end, when they are theta_start
             buffers     {"now": {name: tensor}, "start": {name: tensor}}
             sent        {name: tensor}, as they were sent in rounds whose aggregate is not applied yet
             skipped     of each fragment, whether its round is such a one, and was not finite
+            tokens      of each fragment, those counted since it was last sent, if weights are by tokens
 
 Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 """
@@ -52,10 +53,11 @@ class LoadedModel(NamedTuple):
     parameters: Mapping[str, Tensor] = MappingProxyType({})
     sent: Mapping[str, Tensor] = MappingProxyType({})
     skipped: Sequence[bool] = ()
+    tokens: Sequence[float] = ()
 
 
 def add_to(
-    saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, everys: list[int], skipped: list[bool]
+    saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool], tokens: list[float]
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates."""
     sent = {
@@ -70,11 +72,12 @@ def add_to(
         "buffers": copied(model.buffers.saved()),
         "sent": copied(sent),
         "skipped": skipped if sent else [],
+        **({"tokens": tokens} if tokens else {}),
     }
     for worker in saved["workers"].values():
         worker["updates"] = (mine,)
     updates = {
-        "every": _told(everys),
+        "every": rounds.rounds.told_every,
         **{time: getattr(rounds.rounds, time) for time in _TIMES},
         "inner": model.inner.kinds,
         **({"held": _held(model)} if len(model.inner.all) > 1 else {}),
@@ -86,12 +89,7 @@ def add_to(
 
 
 def loaded(
-    model: LocalModel,
-    saved: dict[str, Any],
-    rounds: Rounds,
-    rank: int,
-    weights: list[float],
-    everys: list[int],
+    model: LocalModel, saved: dict[str, Any], rounds: Rounds, rank: int, weights: list[float]
 ) -> tuple[dict[str, Any], LoadedModel]:
     """What the steps and the model of a rank go on with; nothing changes yet.
 
@@ -105,30 +103,39 @@ def loaded(
         is_same = saved["weights"] == weights and not saved.get("lost")
         refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
         if not is_same:
-            saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
+            saved = _at_a_rounds_end(saved, model)
         mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved, rounds)
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
-        if len(saved["weights"]) == len(weights):  # on another number of ranks it may be any
-            _refuse_other("every", _told(everys), updates["every"])
+        if len(saved["weights"]) != len(weights):  # on another number of ranks it may be any
+            updates = {**updates, "every": rounds.told_every}
         _check(model, rounds, updates, new)
     return {key: part for key, part in saved.items() if key != "updates"}, new
 
 
-def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
-    """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost."""
+def _at_a_rounds_end(saved: dict[str, Any], model: LocalModel) -> dict[str, Any]:
+    """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost.
+
+    Where weights are by tokens, what is added is scaled by them, as when it is sent.
+    """
     workers = saved["workers"]
     if not any(worker["updates"][0]["parameters"] for worker in workers.values()):
         return saved
-    if is_sharded:
+    if model.is_sharded:
         raise StateError(
             "the saved state must be from a round's end to be loaded on other ranks or with other weights, "
             "as the model is sharded: call finish() before you save"
         )
-    start = saved["updates"]["start"]
-    return {**saved, "workers": {n: _ended(worker, start) for n, worker in workers.items()}}
+    start, scales = saved["updates"]["start"], {n: dict[str, float]() for n in workers}
+    tokens = {n: worker["updates"][0].get("tokens", ()) for n, worker in workers.items()}
+    for part, names in enumerate(model.fragments if all(tokens.values()) else ()):
+        counted = {n: max(0.0, theirs[part]) for n, theirs in tokens.items()}
+        if total := sum(counted.values()):
+            for n, own in counted.items():
+                scales[n] |= dict.fromkeys(names, len(workers) * own / total)
+    return {**saved, "workers": {n: _ended(worker, start, scales[n]) for n, worker in workers.items()}}
 
 
-def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
+def _ended(worker: dict[str, Any], start: dict[str, Tensor], scales: dict[str, float]) -> dict[str, Any]:
     (mine,) = worker["updates"]
     if not mine["parameters"]:  # it is at theta_start, though others are not
         return worker
@@ -144,7 +151,8 @@ def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
             )
         own, residual = mine["parameters"][name], parts["residual"]
         before = mine["sent"].get(name, start[name]).to(own.dtype)  # as the round began, rounded
-        entries[name] = {**parts, "residual": residual + (before.to(residual) - own.to(residual))}
+        learned = (before.to(residual) - own.to(residual)) * scales.get(name, 1.0)
+        entries[name] = {**parts, "residual": residual + learned}
     return {**worker, "entries": entries}
 
 
@@ -189,10 +197,6 @@ def shard_state(optimizer: Optimizer) -> None:
                 state[key] = like(saved, p)
 
 
-def _told(everys: list[int]) -> int | list[int]:
-    return everys if len(set(everys)) > 1 else everys[0]
-
-
 def _held(model: LocalModel) -> list[list[str | None]]:
     """The parameters of each group: two optimizers of one class may be given in another order."""
     return names_in(model.inner.param_groups, model.parameters.whole)
@@ -203,6 +207,7 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
     begun = shapes_of(new.buffers["start"])
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
+    facts += [("every", rounds.told_every, updates["every"])]
     facts += [("optimizer", model.inner.kinds, updates["inner"])]
     if "held" in updates:
         facts += [("parameters of each optimizer", _held(model), updates["held"])]
@@ -214,17 +219,13 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
     ]
-    for fact in facts:
-        _refuse_other(*fact)
+    for what, own, found in facts:
+        if own != found:
+            raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
     _check_optimizer(model.inner.param_groups, new.optimizer)
-
-
-def _refuse_other(what: str, own: Any, found: Any) -> None:
-    if own != found:
-        raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
 
 
 def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:

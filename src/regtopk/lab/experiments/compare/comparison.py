@@ -131,8 +131,7 @@ def _train(
 ) -> Iterator[Record]:
     """Train one method's seeds to the end, from where their checkpoint stands."""
     lr = run.method.lr or config.lr[0]
-    settings: dict[str, Any] = {"lr": lr, "num_steps": config.stops[-1], "bad_worker": config.bad_worker}
-    trainer = Trainer(task, config.build(run), run.method, **settings)
+    trainer = Trainer(task, config.build(run), run.method, lr=lr, num_steps=config.stops[-1])
     start = time.perf_counter()
     if checkpoint:
         start -= checkpoint.load(trainer)
@@ -181,7 +180,7 @@ def exchanged(method: Method) -> Record:
     clipped = "each worker's own" if rounds.has_updates else "the aggregate"
     return {
         "exchange": rounds.exchange,
-        "every": list(rounds.by_worker) or rounds.every,
+        "every": rounds.told_every,
         "outer": {"name": rounds.outer, **rounds.outer_settings._asdict()} if rounds.has_updates else None,
         "optimizer": method.optimizer,
         "clipped": clipped if OPTIMIZERS[method.optimizer].max_norm else None,

@@ -67,7 +67,6 @@ class CompareConfig(TaskSettings):
             after another; 0: one for each combination.
         seeds: how many, from 0 on: 3. Or which: 3,4,5 or 2-6, and 3-3 for seed 3 alone.
         num_evaluations: how many times models are evaluated along the way.
-        bad_worker: what the last worker sends is so many times what it should send.
         deterministic: use only bit-reproducible kernels.
     """
 
@@ -84,7 +83,6 @@ class CompareConfig(TaskSettings):
     num_search_runs: int = option(0, integer(at_least=0))
     seeds: str = "1"
     num_evaluations: int = option(15, integer(at_least=1))
-    bad_worker: float = option(1.0, within("(0, inf)"))
     deterministic: bool = False
 
     def __post_init__(self) -> None:

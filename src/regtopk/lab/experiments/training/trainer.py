@@ -82,18 +82,10 @@ class Trainer:
         method: its codes, its optimizer and its rounds.
         lr: learning rate.
         num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
-        bad_worker: what the last worker sends is so many times what it should send.
     """
 
     def __init__(
-        self,
-        task: Task,
-        algorithm: Algorithm[Any],
-        method: Method,
-        *,
-        lr: float,
-        num_steps: int = 0,
-        bad_worker: float = 1.0,
+        self, task: Task, algorithm: Algorithm[Any], method: Method, *, lr: float, num_steps: int = 0
     ) -> None:
         self.task = task
         self.algorithm = algorithm
@@ -102,16 +94,13 @@ class Trainer:
         self.num_steps = 0
         is_alike = all(weights == task.weights[0] for weights in task.weights)
         is_batch = is_alike and "replicates" in algorithm.promises
-        weights_of_clusters = [
-            by_steps(weights, rounds.by_worker)
-            for weights in (task.weights[:1] if is_batch else task.weights)
-        ]
+        weights_of_clusters = task.weights[:1] if is_batch else task.weights
 
         def make_cluster(layout: Layout, weights: list[float]) -> Cluster:
             return Cluster(
                 algorithm,
                 num_workers=task.num_workers,
-                weights=weights,
+                weights=by_steps(weights, rounds.by_worker),
                 layout=layout,
                 index_code=method.index_code,
                 link=LINK,
@@ -123,7 +112,7 @@ class Trainer:
         for at, layout in parts_of(task.layout, rounds.fragments):
             clusters = [make_cluster(layout, weights) for weights in weights_of_clusters]
             self._parts.append(ModelPart(at, clusters, self.models[:, at]))
-        self.lr, self._bad_worker = lr, bad_worker
+        self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
         self._local = self.models
         self._outer: torch.optim.Optimizer | None = None
@@ -133,11 +122,9 @@ class Trainer:
             maker = SimulatedRounds(self._parts, self._local, self._outer, self._aggregate)
             self._rounds = LocalRounds(rounds, maker)
         # what has an optimizer of its own: all workers together, or each where some make fewer steps
-        self._trained = [self._local]
-        if rounds.by_worker:
-            self._trained = list(self._local.unbind(1))
-        recipe = recipe_of(method)
-        self._descents = [Descent(own, recipe, lr, num_steps, task.layout) for own in self._trained]
+        self._trained = list(self._local.unbind(1)) if rounds.by_worker else [self._local]
+        how = recipe_of(method), lr, num_steps, task.layout
+        self._descents = [Descent(own, *how) for own in self._trained]
         self._timer = Timer(self.models.device)
         self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
@@ -245,7 +232,7 @@ class Trainer:
     def _aggregate(self, part: ModelPart, sent: Tensor) -> Tensor:
         """What the clusters make of what the workers send, (R, N, j) in and (R, j) out."""
         clusters, losses = part.clusters, self._step_losses
-        sent[:, -1] *= self._bad_worker
+        sent[:, -1] *= self.task.config.bad_worker
         if self.rounds.clip_norm is not None:
             norms = torch.stack([norm_of([own]) for own in sent.flatten(0, 1)]).view(sent.shape[:2])
             scales = clip_scales(norms, clusters[0].weights.to(norms.device), self.rounds.clip_norm)
@@ -269,11 +256,9 @@ class Trainer:
 
 
 def by_steps(weights: list[float], by_worker: Sequence[int]) -> list[float]:
-    """Weights of workers that make different numbers of steps, which these follow."""
-    if not by_worker:
-        return weights
-    products = [weight * steps for weight, steps in zip(weights, by_worker, strict=True)]
-    return [product / sum(products) for product in products]
+    """Weights that follow the workers' numbers of steps, if these differ."""
+    products = [weight * steps for weight, steps in zip(weights, by_worker, strict=False)]
+    return [product / sum(products) for product in products] or weights
 
 
 def parts_of(layout: Layout, num_fragments: int) -> list[tuple[slice, Layout]]:
