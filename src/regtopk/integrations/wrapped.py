@@ -99,6 +99,7 @@ class ExchangeInTrainer:
                 inner.module, optimizers, self._algorithm, process_group=inner.process_group, **self._options
             )
             if len(set(everys := self.exchange.everys)) > 1:
+                self.exchange.close()
                 raise ClusterError(f"every must be the same on all ranks in a trainer, got {everys} by rank")
             silence(model)
         return self.exchange
