@@ -1,9 +1,10 @@
 """What does a late rank cost the others, and does it help to exchange less often?
 
 N processes on this machine take steps of a small network; a step's own time is a sleep, so that nothing but
-lateness is measured. Either every rank is late at random (exponentially distributed), or one rank always is.
-`UpdateExchange` exchanges after every H-th step. What is printed is the time per step over that of a rank
-which waits for nobody, and what `summary()` says on a rank that is not late.
+lateness is measured. Either every rank is late at random (exponentially distributed), or one rank always is,
+or that one makes fewer steps of a round by as much (its own `every`). `UpdateExchange` exchanges after every
+H-th step. What is printed is the time per step over that of a rank which waits for nobody, the steps that all
+ranks make per second, and what `summary()` says on a rank that is not late.
 
     python benchmarks/slow_rank.py [--json] [--out FILE] [--workers N] [--steps S] [--own-ms A] [--late-ms B]
 """
@@ -23,6 +24,7 @@ from torch import nn
 import regtopk
 
 EVERY = (1, 2, 4, 8, 16)
+KINDS = ("all at random", "one always", "one makes fewer")
 
 
 def run_rank(rank: int, options: argparse.Namespace, store: str, queue: Any) -> None:
@@ -31,24 +33,29 @@ def run_rank(rank: int, options: argparse.Namespace, store: str, queue: Any) -> 
     torch.set_num_threads(1)
     shared = dist.FileStore(store, options.workers)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=options.workers)
-    for kind in ("all at random", "one always"):
+    for kind in KINDS:
         for every in EVERY:
             is_late = kind == "all at random" or rank == options.workers - 1
-            found = train(every, options, is_late=is_late, at_random=kind == "all at random")
+            found = train(every, options, kind, is_late=is_late)
             queue.put({"rank": rank, "late": kind, "every": every, **found})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def train(every: int, options: argparse.Namespace, *, is_late: bool, at_random: bool) -> dict[str, Any]:
+def train(every: int, options: argparse.Namespace, kind: str, *, is_late: bool) -> dict[str, Any]:
     """Steps of which each takes its own time, and this rank longer if it is late."""
     torch.manual_seed(dist.get_rank())
     net = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    exchange = regtopk.UpdateExchange(net, optimizer, regtopk.TopK(density=0.01), every=every)
-    lateness = torch.full((options.steps,), options.late_ms)
-    if at_random:
-        lateness = torch.empty(options.steps).exponential_(1 / options.late_ms)
+    own_every = every
+    if kind == "one makes fewer" and is_late:
+        own_every = max(1, round(every * options.own_ms / (options.own_ms + options.late_ms)))
+    topk = regtopk.TopK(density=0.01)
+    exchange = regtopk.UpdateExchange(net, optimizer, topk, every=own_every, weight="steps")
+    num_steps = options.steps // every * own_every
+    lateness = torch.full((num_steps,), options.late_ms)
+    if kind == "all at random":
+        lateness = torch.empty(num_steps).exponential_(1 / options.late_ms)
     seconds = ((options.own_ms + lateness * is_late) / 1e3).tolist()
     start = time.perf_counter()
     for step_s in seconds:
@@ -59,7 +66,7 @@ def train(every: int, options: argparse.Namespace, *, is_late: bool, at_random: 
     took = time.perf_counter() - start
     told = [line.strip() for line in exchange.summary().splitlines() if "kept the others" in line]
     exchange.close()
-    return {"took_s": took, "own_s": sum(seconds), "told": told[0] if told else ""}
+    return {"took_s": took, "own_s": sum(seconds), "steps": num_steps, "told": told[0] if told else ""}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -69,11 +76,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             run_rank, (options, f"{folder}/store", queue), nprocs=options.workers, join=False
         )
         assert processes is not None
-        rows = [queue.get() for _ in range(2 * len(EVERY) * options.workers)]
+        rows = [queue.get() for _ in range(len(KINDS) * len(EVERY) * options.workers)]
         while not processes.join():
             pass
     results = []
-    for kind in ("all at random", "one always"):
+    for kind in KINDS:
         for every in EVERY:
             ranks = [row for row in rows if (row["late"], row["every"]) == (kind, every)]
             mean_own = sum(row["own_s"] for row in ranks) / len(ranks)
@@ -86,6 +93,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     "every": every,
                     "over_mean": took / mean_own,
                     "over_slowest": took / slowest_own,
+                    "steps_per_s": sum(row["steps"] for row in ranks) / took,
                     "told": told,
                 }
             )
@@ -99,11 +107,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     print(report["command"])
-    print(f"{'late':<15} {'every':>5}  {'time / a rank alone':>20}  {'time / slowest alone':>20}  told")
+    columns = f"{'time / a rank alone':>20}  {'time / slowest alone':>20}  {'steps per s':>11}"
+    print(f"{'late':<15} {'every':>5}  {columns}  told")
     for row in report["results"]:
         print(
             f"{row['late']:<15} {row['every']:5}  {row['over_mean']:20.2f}  {row['over_slowest']:20.2f}  "
-            f"{row['told']}"
+            f"{row['steps_per_s']:11.1f}  {row['told']}"
         )
 
 

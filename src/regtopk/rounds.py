@@ -6,7 +6,7 @@ ranks, one for torchft's replicas and one for the simulator.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,6 +48,23 @@ def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
     return parts
 
 
+def norm_of(parts: Sequence[Tensor]) -> Tensor:
+    """(), float64: the norm of a vector in parts, rounded so that the order of its sum does not show."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm.float().double()
+
+
+def clip_scales(norms: Tensor, weights: Tensor, clip_norm: float) -> Tensor:
+    """min(1, clip_norm * median / norm) of each worker, (..., N): what its update is multiplied by.
+
+    The median is that of the workers that have weight, of an even number the lower: of two workers, one
+    that is spoilt does not decide. If it is zero, nothing is clipped.
+    """
+    bound = clip_norm * norms[..., weights > 0].median(-1, keepdim=True).values
+    return torch.where((norms > bound) & (bound > 0), bound / norms, 1.0)
+
+
 class Rounds(NamedTuple):
     """What a worker sends, and after how many steps.
 
@@ -63,11 +80,18 @@ class Rounds(NamedTuple):
     delay: int = 0
     fragments: int = 1
     mix: float = 1.0
+    clip_norm: float | None = None
+    by_worker: tuple[int, ...] = ()  # every of each worker, written every=4/4/1: `every` is then the largest
 
     @property
     def has_updates(self) -> bool:
         """Whether updates are exchanged, not gradients."""
         return self.exchange == "updates"
+
+    @property
+    def told_every(self) -> int | list[int]:
+        """As records and saved states have it: one number, or one of each worker."""
+        return list(self.by_worker) or self.every
 
     @property
     def outer_settings(self) -> Outer:
@@ -87,6 +111,14 @@ class Rounds(NamedTuple):
             given = [name for name in self._fields if getattr(self, name) != getattr(GRADIENTS, name)]
             raise ArgumentError(f"{' and '.join(given)} must stand with exchange=updates, got {label!r}")
         self.check_times()
+        for every in self.by_worker:
+            self._replace(every=every).check_times()
+            pause, rest = divmod(every, self.fragments)
+            if rest or self.delay >= pause:
+                raise ArgumentError(
+                    "every of each worker must be a multiple of fragments, and delay less than every // "
+                    f"fragments, got {label!r}"
+                )
         check_choice("outer", self.outer, OUTER)
         if self.outer == "none" and (self.outer_lr is not None or self.outer_momentum is not None):
             raise ArgumentError(f"outer_lr and outer_momentum need an outer other than none, got {label!r}")
@@ -102,6 +134,8 @@ class Rounds(NamedTuple):
             if type(value) is not int or not least <= value <= most:
                 raise ArgumentError(f"{name} must be {rule}, got {value!r}")
         check_number("mix", self.mix, "in [0, 1]", lambda x: 0 <= x <= 1)
+        if self.clip_norm is not None:
+            check_positive("clip_norm", self.clip_norm)
 
     def due(self, step: int) -> list[int]:
         """The fragments that are sent after so many steps."""
@@ -109,8 +143,22 @@ class Rounds(NamedTuple):
 
     def last_send(self, fragment: int, step: int) -> int:
         """After how many steps, at most so many, a fragment was last sent; 0: not yet."""
-        offset = (fragment + 1) * self.every // self.fragments
-        return max(0, step - (step - offset) % self.every)
+        return max(0, step - (step - self.step_after(fragment + 1)) % self.every)
+
+    def num_sent(self, step: int) -> int:
+        """How many fragments are sent in so many steps. Ranks whose `every` differ meet by this number."""
+        return sum((step - self.step_after(n)) // self.every + 1 for n in range(1, self.fragments + 1))
+
+    def step_after(self, num_sent: int) -> int:
+        """After how many steps so many fragments are sent."""
+        return num_sent * self.every // self.fragments
+
+    def makes_step(self, worker: int, step: int) -> bool:
+        """Whether a worker takes part in a step of the fastest: in the first ones, then it waits to send."""
+        if not self.by_worker:
+            return True
+        own, num_sent = self._replace(every=self.by_worker[worker]), self.num_sent(step)
+        return step - self.step_after(num_sent) < own.step_after(num_sent + 1) - own.step_after(num_sent)
 
     def next_send(self, step: int) -> int:
         """After how many steps, more than so many, the next fragment is sent."""
@@ -216,12 +264,12 @@ class LocalRounds:
                 self.exchange(fragment)
         self.clock = clock
 
-    def finish(self) -> None:
-        """Receive what is under way; then exchange every fragment, unless the model is theta_start."""
+    def finish(self, are_all: Callable[[bool], bool]) -> None:
+        """Receive what is under way; then exchange every fragment, unless all workers are at theta_start."""
         for fragment in self._fragments:
             if self.sent[fragment]:
                 self._receive(fragment)
-        for fragment in self._fragments if not self.is_start else ():
+        for fragment in self._fragments if not are_all(self.is_start) else ():
             self.exchange(fragment)
         self.begin(self.num_steps, self.clock)
 

@@ -60,47 +60,6 @@ def test_fragments_take_turns_and_none_is_left_out() -> None:
                     assert theirs == [s + delay for s in mine if s + delay < 25]
 
 
-class Slope(nn.Module):
-    """Its gradients do not depend on its parameters: what a step changes is known beforehand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.ones(n)) for n in (40, 7, 23))
-
-    def forward(self, slope: Tensor) -> Tensor:
-        return (torch.cat(list(self.parts)) * slope).sum()
-
-
-@on_ranks(2)
-def test_nothing_is_learned_twice_or_lost() -> None:
-    """first - theta_start + the weighted residuals = the weighted sum of all local steps."""
-    for every, delay, fragments in ((4, 3, 1), (4, 2, 3), (3, 0, 1)):
-        net = Slope()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        weight = (0.25, 0.75)[dist.get_rank()]
-        learned = torch.zeros(70, dtype=torch.float64)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        exchange = regtopk.UpdateExchange(
-            net, optimizer, TOPK, weight=weight, every=every, delay=delay, fragments=fragments
-        )
-        with closing(exchange):
-            for _ in range(14):
-                slope = torch.randn(70, generator=generator)
-                learned += weight * slope.double()
-                optimizer.zero_grad()
-                net(slope).backward()
-                optimizer.step()
-            exchange.finish()
-            (state,) = exchange.state_dict()["workers"].values()
-        assert not state["updates"][0]["parameters"] and not state["updates"][0]["sent"]
-        residual = torch.cat([entry["residual"] for entry in state["entries"].values()]).double() * weight
-        assert residual.norm() > 0
-        for mine in (learned, residual):
-            dist.all_reduce(mine)
-        arrived = 1 - torch.cat([p.detach() for p in net.parts]).double()
-        assert torch.allclose(arrived + residual, learned, rtol=0, atol=2e-5)
-
-
 @on_ranks(2)
 def test_ranks_agree_while_they_differ() -> None:
     for options in ({"every": 4, "delay": 3}, {"every": 4, "delay": 1, "fragments": 4, "mix": 0.5}):
@@ -133,42 +92,6 @@ def test_resumed_with_a_round_under_way() -> None:
                 exchange.load_state_dict(saved[step])
                 train(net, optimizer, range(step + 1, 12))
                 assert same((flat_parameters(net), algorithm_state(exchange)), end)
-
-
-@pytest.mark.parametrize("options", [{"delay": 3}, {"fragments": 3}, {"delay": 2, "fragments": 2}])
-def test_other_ranks_go_on_from_inside_a_round(
-    two_ranks: Ranks, four_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    """What no rank has sent yet, in its residual or in its model, is conserved."""
-    before = two_ranks.run(train_and_gather, options, range(6))[0]
-    after = four_ranks.run(train_and_gather, options, range(6, 10), before)[0]
-    assert not after["workers"]["3"]["updates"][0]["parameters"]
-    assert same(after["updates"]["start"], before["updates"]["start"])
-    for name in before["updates"]["start"]:
-        old, new = unsent(before, name), unsent(after, name)
-        assert old.norm() > 0 and torch.allclose(new, old, rtol=1e-5, atol=1e-7)
-
-
-def unsent(saved: dict[str, Any], name: str) -> Tensor:
-    total = torch.zeros(())
-    for n, weight in enumerate(saved["weights"]):
-        worker = saved["workers"][str(n)]
-        (mine,) = worker["updates"]
-        start = mine["sent"].get(name, saved["updates"]["start"][name])
-        own = mine["parameters"].get(name, start)
-        total = total + weight * (worker["entries"][name]["residual"] + start - own)
-    return total
-
-
-def train_and_gather(options: dict[str, Any], steps: range, saved: Any = None) -> Any:
-    """The state at the end; or, if one is loaded, what it is before."""
-    net, optimizer, exchange = made(every=4, **options)
-    with closing(exchange):
-        if saved is not None:
-            exchange.load_state_dict(saved)
-            loaded = exchange.gather_state_dict()
-        train(net, optimizer, steps)
-        return exchange.gather_state_dict() if saved is None else loaded
 
 
 @on_ranks(2)

@@ -103,6 +103,26 @@ def cut(tensor: Tensor, shards: int) -> list[Tensor]:
 
 
 @on_ranks(4)
+def test_updates_are_scaled_by_norms_and_tokens_of_the_whole_model() -> None:
+    mesh = grid(2, 2)
+    model = sharded(mesh["shard"])
+    optimizer, group = torch.optim.SGD(model.parameters(), lr=0.5), mesh["replicate"]
+    options: dict[str, Any] = {"weight": "tokens", "clip_norm": 1.0, "process_group": group}
+    exchange = regtopk.UpdateExchange(model, optimizer, regtopk.Dense(), **options)
+    exchange.count(1 + dist.get_rank())  # 3 and 7 of a replica
+    train(model, optimizer, range(1))
+    nets = [make_net() for _ in range(2)]
+    start = nn.utils.parameters_to_vector(nets[0].parameters()).detach()
+    for net, ranks in zip(nets, ((0, 1), (2, 3)), strict=True):
+        sum(net(batch(0, rank)).square().mean() / 2 for rank in ranks).backward()
+        torch.optim.SGD(net.parameters(), lr=0.5).step()
+    updates = torch.stack([start - nn.utils.parameters_to_vector(net.parameters()) for net in nets]).detach()
+    norms = updates.norm(dim=1)
+    scales = norms.min() / norms * torch.tensor([0.3, 0.7])
+    torch.testing.assert_close(whole_parameters(model), start - (scales.unsqueeze(1) * updates).sum(0))
+
+
+@on_ranks(4)
 def test_parameters_in_the_cpus_memory() -> None:
     policies: list[dict[str, Any]] = [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
     models = [sharded(grid(2, 2)["shard"], **policy) for policy in policies]
@@ -174,7 +194,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda: sharded(grid(2, 2))}, "ClusterError: mesh of parameter 'first.weight' must have 1 "),
     ({"model": lambda: attached(TOPK)[0]}, "ClusterError: FSDP unit '<root>' must have no all-reduce hook"),
     ({"every": lambda: 1 + dist.get_rank() % 2}, f"{SHARE} every, got 1 on rank 0, 2 on rank 1"),
-    ({"every": lambda: 1 + replica()}, f"{SAME} every, got 1 on rank {{first}}, 2 on rank {{second}}"),
+    (
+        {"clip_norm": lambda: 1 + replica()},
+        f"{SAME} clip_norm, got 1 on rank {{first}}, 2 on rank {{second}}",
+    ),
 ]
 
 

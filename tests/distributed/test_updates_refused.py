@@ -89,7 +89,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"net": ddp}, AVERAGES),
     ({"net": lambda: torch.compile(ddp(), backend="eager")}, AVERAGES),
     ({"net": sharded}, f"{PLAIN} or of fully_shard (FSDP2), got FullyShardedDataParallel"),
-    ({"every": lambda: 1 + dist.get_rank()}, f"{SAME} every, got 1 on rank 0, 2 on rank 1"),
+    (
+        {"every": lambda: 2 + dist.get_rank(), "delay": 1, "fragments": 2},
+        "ArgumentError: delay must be less than the smallest every // fragments, 1, where every differs by "
+        "rank, got 1",
+    ),
     (
         {"net": lambda: with_buffer(nn.Linear(2, 2), 1 + dist.get_rank())},
         f"{SAME} buffers of the model, got [('b', (1,), 'torch.float32')] on rank 0, "
@@ -156,8 +160,8 @@ def test_unequally_many_steps_end_with_an_error() -> None:
         ranks.stop()
     assert fine == ("fine", "3 steps") and kind == "ClusterError"
     assert text.startswith("all_gather failed: ") and text.endswith(
-        "Round 1 did not begin. If no rank has stopped: did every rank call optimizer.step() equally often? "
-        "A step that a GradScaler skips does not count: count by num_steps, not by batches"
+        "Round 1 did not begin. If no rank has stopped: did every rank call optimizer.step() as often as its "
+        "`every` says? A step that a GradScaler skips does not count: count by num_steps, not by batches"
     )
 
 

@@ -440,6 +440,8 @@ SHORTER = "delay must be less than every // fragments, 2, as one round is under 
 BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": EF21(density=0.5)}, f"{NO_SUM} 'ef21', which keeps 'aggregate'"),
     ({"every": 4, "fragments": 2, "delay": 2}, SHORTER),
+    ({"clip_norm": 3.0}, "clip_norm must be None with torchft, got 3.0"),
+    ({"weight": "tokens"}, "weight must be positive and finite, got 'tokens'"),
     ({"process_group": "all"}, "process_group must not be given, as the Manager has a group, got 'all'"),
     (
         {"handshake_timeout_s": 30},

@@ -20,10 +20,10 @@ from tests.distributed.ranks import Ranks, on_ranks
 TOPK = TopK(density=0.5)
 
 
-def told_of(model: nn.Module, what: Any = "updates", scaler: Any = None) -> str:
+def told_of(model: nn.Module, what: Any = "updates", scaler: Any = None, **options: Any) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises((ArgumentError, ClusterError)) as refused:
-        ExchangeInTrainer("attach", TOPK, what, {})._make(model, [optimizer], scaler)
+        ExchangeInTrainer("attach", TOPK, what, options)._make(model, [optimizer], scaler)
     return str(refused.value)
 
 
@@ -44,6 +44,8 @@ def test_models_that_are_refused() -> None:
         "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is skipped "
         "on one rank alone, and ranks would count steps differently. Train in bfloat16"
     )
+    every = 2 + torch.distributed.get_rank()
+    assert told_of(ddp, every=every) == "every must be the same on all ranks in a trainer, got [2, 3] by rank"
     assert ddp.require_backward_grad_sync  # nothing has changed
 
 

@@ -50,6 +50,13 @@ def test_what_is_exchanged_is_no_option_of_the_algorithm() -> None:
     assert not Method.parse("topk:exchange=updates").is_same(Method.parse("topk"))
 
 
+def test_workers_may_make_different_numbers_of_steps() -> None:
+    rounds = Method.parse("topk:exchange=updates:every=6/4/2:fragments=2:clip_norm=3").rounds
+    assert (rounds.every, rounds.by_worker, rounds.clip_norm) == (6, (6, 4, 2), 3)
+    made = ["".join(str(int(rounds.makes_step(worker, step))) for step in range(12)) for worker in range(3)]
+    assert made == ["111111111111", "110110110110", "100100100100"]
+
+
 def test_there_may_be_as_many_fragments_as_steps() -> None:
     for every in (2, 8):
         method = Method.parse(f"topk:exchange=updates:every={every}:fragments=every")
@@ -89,6 +96,15 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
             "consensus:impute=0.3",
             "must be one of density, k, value_code, returned, sum_code, score, ",
         ),
+        ("topk:exchange=updates:every=4/x", "every must be an integer of at least 1, got '4/x'"),
+        ("topk:exchange=updates:every=4/0", "every must be an integer of at least 1, got 0"),
+        ("topk:exchange=updates:every=4/2:delay=2", "delay must be an integer from 0 to 1 with every = 2"),
+        (
+            "topk:exchange=updates:every=4/3:fragments=2",
+            "^every of each worker must be a multiple of fragments, and delay less than every // fragments, "
+            "got 'topk:exchange=updates:every=4/3:fragments=2'$",
+        ),
+        ("topk:exchange=updates:clip_norm=0", "clip_norm must be positive and finite, got 0"),
         ("adaptive:algorithm=consensus:impute=0.3", "option of consensus must be one of .*, got 'impute'"),
     ],
 )

@@ -18,6 +18,7 @@ from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
 
 Collective = Literal["auto", "all_gather", "split"]
+Weight = float | Literal["steps", "tokens"] | None
 ResidualDtype = Literal["float32", "bfloat16"]
 Skip = Callable[[str, nn.Parameter], bool]
 P = ParamSpec("P")
@@ -39,7 +40,8 @@ class ExchangeOptions(TypedDict, total=False):
             None. Of a model that fully_shard has sharded it must be given: the replicas, that is the ranks
             that hold the same part of the model. A model in DistributedDataParallel has a group already.
         weight: how much this rank counts, 0 or more: w_n is its share of the sum over all ranks. None on all
-            ranks: 1/N. Weights that sum to one (within 1e-6) are taken as they are.
+            ranks: 1/N. Weights that sum to one (within 1e-6) are taken as they are. `UpdateExchange` takes
+            "steps", too, which is `every`, and "tokens": see its `count`.
         dense_steps: how many first steps of the optimizer send everything; 0 if not given.
         skip: a callable of (name, parameter): True sends that parameter dense, for example
             ``lambda name, p: p.ndim <= 1``.
@@ -56,7 +58,7 @@ class ExchangeOptions(TypedDict, total=False):
     """
 
     process_group: dist.ProcessGroup | DeviceMesh | None
-    weight: float | None
+    weight: Weight
     dense_steps: int
     skip: Skip | None
     index_code: str
@@ -73,7 +75,7 @@ class Options:
     """`ExchangeOptions` with their defaults, checked; and the scaler of an exchange of gradients."""
 
     process_group: dist.ProcessGroup | DeviceMesh | None = None
-    weight: float | None = None
+    weight: Weight = None
     dense_steps: int = 0
     skip: Skip | None = None
     index_code: str = "elias-fano"

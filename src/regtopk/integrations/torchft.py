@@ -230,8 +230,9 @@ class TorchftExchange(UpdatesBase):
         parameters: this, and all that is not named here, is as in `regtopk.UpdateExchange`.
         algorithm: not EF21: its sum of all replicas' estimates would be wrong once one leaves.
         delay: 0 to every // fragments - 1, as one round is under way at a time.
-        options: see `regtopk.ExchangeOptions`. `weight` is more than 0, and w_n its share of the sum over the
-            replicas that take part; None: 1. `process_group` and `handshake_timeout_s` are the Manager's.
+        options: see `regtopk.ExchangeOptions`. `every` is the same on all replicas, and `clip_norm` None.
+            `weight` is more than 0, and w_n its share of the sum over the replicas that take part; None: 1.
+            `process_group` and `handshake_timeout_s` are the Manager's.
     """
 
     _call, _peer = "regtopk.integrations.torchft.TorchftExchange", "replica"
@@ -251,11 +252,14 @@ class TorchftExchange(UpdatesBase):
                 raise ArgumentError(
                     f"{name} must not be given, as the Manager has {_MANAGED[name]}, got {value!r}"
                 )
+        if options.get("clip_norm") is not None:
+            raise ArgumentError(f"clip_norm must be None with torchft, got {options['clip_norm']}")
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
         weight = options.get("weight")
         check_positive("weight", weight := 1.0 if weight is None else weight)
         rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
+        kind = replace(kind, settings=(("every", rounds.every), *kind.settings))  # which is the same on all
         pause = rounds.every // rounds.fragments
         if rounds.delay >= pause:
             raise ArgumentError(

@@ -98,6 +98,9 @@ class ExchangeInTrainer:
             self.exchange = UpdateExchange(
                 inner.module, optimizers, self._algorithm, process_group=inner.process_group, **self._options
             )
+            if len(set(everys := self.exchange.everys)) > 1:
+                self.exchange.close()
+                raise ClusterError(f"every must be the same on all ranks in a trainer, got {everys} by rank")
             self.exchange._model.read_notice.mute()  # what the framework reads to save it is replaced
             silence(model)
         return self.exchange

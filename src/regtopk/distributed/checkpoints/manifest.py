@@ -1,7 +1,6 @@
 """What a rank's manifest holds: its part's files, and facts of the whole save, should other parts be lost.
 
 It is one JSON object: "format", the fields of `Manifest`, which `folder` fills, and a checksum of all these.
-Format 1 did not say which save a part is of: there the names of its folder and file are believed.
 """
 
 import json
@@ -12,8 +11,7 @@ from zlib import crc32
 
 from regtopk.errors import StateError
 
-FORMAT = 2
-OLD_FORMAT = 1
+FORMAT = 1
 COMMON = ("num_ranks", "file_systems", "weights", "shared")  # what all ranks of a save say alike
 
 
@@ -71,20 +69,15 @@ def read_manifest(path: Path, step: int, run: str) -> Manifest:
     found, place = None, (step, run, int(path.stem.removeprefix("rank-")))
     try:
         facts = json.loads(path.read_bytes())
-        checksum = facts.pop("checksum", None)
-        is_whole = checksum == _checksum(facts)
+        is_whole = facts.pop("checksum", None) == _checksum(facts)
         found = facts.pop("format")
-        if found == OLD_FORMAT:
-            is_whole = is_whole or checksum is None  # the first ones had none
-            facts |= dict(zip(("step", "run", "rank"), place, strict=True))
         manifest = Manifest(**facts)
         is_whole = is_whole and manifest.is_possible()
         sizes = {name: size for name, (size, _) in manifest.files.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_whole = False
-    if type(found) is int and found not in (OLD_FORMAT, FORMAT):
-        readable = f"{OLD_FORMAT} and {FORMAT}"
-        raise OtherFormatError(f"{path.name} is of format {found}, this version of regtopk reads {readable}")
+    if type(found) is int and found != FORMAT:
+        raise OtherFormatError(f"{path.name} is of format {found}, this version of regtopk reads {FORMAT}")
     if not is_whole:
         raise StateError(f"{path.name} is damaged")
     if manifest.place != place:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
 from regtopk.core.options import counted
@@ -54,6 +55,7 @@ class Ledger:
         self.first_step = first_step  # that it counts from; not 0 after a resume on other ranks
         self.waited_s = 0.0  # in collectives since the ledger was made, as far as timers were read
         self.waits: dict[int, float] = {}  # the same of every rank, as they told one another last
+        self.num_clipped: Counter[int] = Counter()  # vectors of every rank that were scaled down since then
         self._began = self._ended = time.perf_counter()
         self._total = total or StepRecord()
         self._last_step = StepRecord()
@@ -163,6 +165,8 @@ def summarise(
     slow, share = ledger.slowest()
     if share >= LEAST_SHARE_TOLD:
         lines.append(f"  slowest   {peer} {slow} kept the others waiting for {100 * share:.0f} % of the time")
+    for rank, number in sorted(ledger.num_clipped.items()):
+        lines.append(f"  clipped   {counted(number, 'update')} of {peer} {rank}, by clip_norm")
     if total.lost_residual:
         norm = f"{total.lost_residual:.4g}"
         lines.append(f"  lost      weighted residuals of norm {norm}, with ranks that are gone")

@@ -18,7 +18,8 @@ from regtopk.distributed.transport.collectives import Collectives, by_rank
 from regtopk.errors import ClusterError
 from regtopk.wire import raise_for_status
 
-AGREEMENT_BYTES = 7 * 8  # what a rank tells every other one: seven int64
+_NUM_ASKED = 7
+AGREEMENT_BYTES = _NUM_ASKED * 8  # what a rank tells every other one: int64; numbers come on top
 
 
 class Question(NamedTuple):
@@ -53,7 +54,8 @@ class Agreement:
     """What all ranks say of one step. To make it is to ask them.
 
     `shards` hold the rest of the model, if it is sharded: no part may make a step alone. `is_finite` is a
-    tensor, (); `waited_s` is how long this rank has been in collectives so far.
+    tensor, (); `waited_s` is how long this rank has been in collectives so far. `numbers`, float64, are told
+    to all ranks as well.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Agreement:
         question: Question,
         is_finite: Tensor,
         waited_s: float = 0.0,
+        numbers: Tensor | None = None,
     ) -> None:
         self.question = question
         self.is_finite = True  # whether no rank had a NaN or inf, as far as the host knows
@@ -76,9 +79,16 @@ class Agreement:
         is_finite = is_finite.to(collectives.device_for_flags(is_finite.device))
         mine = torch.tensor(told, pin_memory=is_finite.is_cuda).to(is_finite.device, non_blocking=True)
         torch.logical_not(is_finite, out=mine[0])
-        self._answers = collectives.all_gather(mine)  # (N, 7)
+        if numbers is not None:
+            mine = torch.cat([mine, numbers.to(mine.device).view(torch.int64)])
+        self._answers = collectives.all_gather(mine)  # (N, 7 and as many as there are numbers)
         self._for_the_host = OnItsWay(self._answers)
         self.is_on_device = collectives.is_on_device(self._answers.device)
+
+    @property
+    def numbers(self) -> Tensor:
+        """Every rank's numbers, (N, ...) float64, on the host, which waits for them."""
+        return self._for_the_host.read()[:, _NUM_ASKED:].view(torch.float64)
 
     def hear(self) -> None:
         """Wait for the answers. Ranks at different steps, or about to send other numbers, are refused."""
@@ -120,7 +130,7 @@ class Agreement:
 
     def _read(self) -> tuple[int, ...]:
         """Which ranks have a NaN or inf. Ranks that differ are refused by what is known: some may be gone."""
-        rows, ranks = self._for_the_host.read().tolist(), self._ranks
+        rows, ranks = self._for_the_host.read()[:, :_NUM_ASKED].tolist(), self._ranks
         are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
         rule = "all ranks must exchange the same parameters at the same step"
         _check_same(rule, steps, map("step {}".format, steps), ranks)

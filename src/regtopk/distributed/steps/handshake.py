@@ -85,14 +85,15 @@ def end_group(collectives: Collectives) -> None:
 
 
 def meet(
-    collectives: Collectives, shards: Shards | None, mine: dict[str, Any], options: Options, call: str
-) -> Tensor:
-    """Compare the settings of all ranks; all their weights, (N,) float64."""
+    ranks: Collectives, shards: Shards | None, mine: dict[str, Any], options: Options, call: str, every: int
+) -> tuple[Tensor, list[int]]:
+    """Compare the settings of all ranks; all their weights, (N,) float64, and their steps per round."""
     if shards is not None:
-        _meet_shards(shards, collectives, mine, options, call)
-    roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
-    compare(collectives, mine)
-    return _shares(collectives.all_gather_objects(options.weight), collectives.ranks)
+        _meet_shards(shards, ranks, {**mine, "every": every}, options, call)
+    roll_call(ranks, call, "handshake_timeout_s", options.handshake_timeout_s)
+    compare(ranks, mine)
+    weights, everys = zip(*ranks.all_gather_objects((options.weight, every)), strict=True)
+    return _shares(list(weights), ranks.ranks), list(everys)
 
 
 def _shares(weights: list[Any], ranks: list[int]) -> Tensor:

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from regtopk.distributed.steps.agreement import Agreement, Question, share_repor
 from regtopk.distributed.steps.alike import Alike
 from regtopk.distributed.steps.driver import Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
+from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError
 
@@ -54,6 +55,8 @@ class Kind:
     parts: tuple[tuple[str, ...], ...] = ()  # the names of parameters that are exchanged together; none: all
     takes_turns: bool = False  # whether a step exchanges one part, not all of them
     has_thread: bool = False  # whether steps are made beside training: they need a process group of their own
+    scaling: Scaling = field(default_factory=Scaling)  # what vectors are multiplied by
+    every: int = 1  # how many of the optimizer's steps this rank makes for one of these
 
 
 @dataclass(eq=False)
@@ -118,7 +121,7 @@ class Steps:
         self.algorithm = algorithm
         self.collectives = collectives  # for what users call
         self.shard = None if shards is None else shards.place  # [which part of the model, of how many]
-        self._kind, self._options = kind, options
+        self.kind, self._options = kind, options
         # a rank that holds the whole model has no other to agree with
         self.others = None if shards is None or shards.place[1] == 1 else shards.collectives
         named, skip = parameters.named, options.skip
@@ -128,7 +131,8 @@ class Steps:
         refuse_meta(named.items())
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
         self.settings = self._compared(skipped)
-        weights = meet(collectives, shards, self.settings, options, kind.call)
+        weights, self.everys = meet(collectives, shards, self.settings, options, kind.call, kind.every)
+        self._num_dense = -(-options.dense_steps // max(self.everys))  # steps that send everything
         if kind.has_thread:
             collectives = Collectives(new_group_like(collectives.group, self.device))
         self.rank = Rank(collectives, weights, options)
@@ -156,7 +160,7 @@ class Steps:
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
-            **dict(self._kind.settings),
+            **dict(self.kind.settings),
             **({} if self.shard is None else {"shard": self.shard}),
         }
 
@@ -191,6 +195,7 @@ class Steps:
         buckets: list[Bucket] | None = None,
         *,
         num_dense: int = 1,
+        tokens: float = 0.0,
         may_go_on: bool = False,
         can_be_taken_back: bool = False,
     ) -> Iterator[Step]:
@@ -203,13 +208,14 @@ class Steps:
             vectors: of the buckets, which the algorithm may change; or what makes them, in the step's time.
             buckets: what is exchanged; all if None.
             num_dense: how many all_reduces of a dense run the step stands for.
+            tokens: how many this rank's vectors were learned from, where they are weighed by that.
             may_go_on: whether the host may go on without the answers, where collectives run on the device.
                 Then `step.is_spoilt` tells there whether the step counts; `settle` tells the host.
             can_be_taken_back: keep a copy of the state, for `step.take_back()` and for failures.
         """
         buckets = self.buckets.all if buckets is None else buckets
         with self.lock:
-            step = self._begin(vectors, buckets, may_go_on)
+            step = self._begin(vectors, buckets, tokens, may_go_on)
             for bucket in buckets if can_be_taken_back and step.is_finite else ():  # else none changes
                 bucket.keep_state()
             with self.half_way(step if can_be_taken_back else None):
@@ -228,7 +234,7 @@ class Steps:
         with self.step(take) as step:
             step.exchange(layout.into(grads))
 
-    def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], may_go_on: bool) -> Step:
+    def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], tokens: float, may_go_on: bool) -> Step:
         """See that all ranks are here, exchange the same, and have finite vectors."""
         self.settle()
         self.check_usable()
@@ -238,21 +244,34 @@ class Steps:
             report = share_report(self.rank.collectives, self.pending_report, self.device)
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
-        turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._options.dense_steps)
+        turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._num_dense)
         names = [name for bucket in buckets for name in bucket.names]
         question = Question(self._num_steps, names, [_num_selected(bucket, turn) for bucket in buckets])
         # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
         # A rank that now asks for something else hears of it, and raises.
         is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
+        scaling = self.kind.scaling
+        numbers = scaling.numbers(flats, tokens, self.others) if any(scaling) else None
         with timer.phase("collective_s"):
             ranks = self.rank.collectives, self.others
-            agreement = Agreement(*ranks, question, is_finite, self._ledger.waited_s)
+            agreement = Agreement(*ranks, question, is_finite, self._ledger.waited_s, numbers)
             if may_go_on and is_safe and agreement.is_on_device:
                 agreement.go_on()
             else:
                 agreement.hear()
                 self._known = {*self._known, question.what} if len(self._known) < _MOST_KNOWN else set()
+        if numbers is not None and agreement.is_finite:
+            self._scale_(flats, agreement.numbers)
         return Step(self, turn, agreement)
+
+    def _scale_(self, flats: list[Tensor], numbers: Tensor) -> None:
+        """Scale the vectors by what all ranks have told of theirs."""
+        scaling, ranks = self.kind.scaling, self.rank.collectives.ranks
+        clipped = scaling.clipped(numbers, self.rank.weights)
+        scale = (clipped * scaling.weighed(numbers, ranks))[self.rank.index]
+        self._ledger.num_clipped.update(ranks[n] for n in (clipped < 1).nonzero())
+        for flat in flats:
+            flat.mul_(scale.to(flat.dtype))
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
         """Take the loss scale out of a gradient; is it finite? `is_finite`: with the scale, if known."""
@@ -275,7 +294,7 @@ class Steps:
             raise
 
     def _end(self, step: Step, num_dense: int) -> None:
-        exchanged = step.turn.buckets if self._kind.takes_turns else self.buckets.all
+        exchanged = step.turn.buckets if self.kind.takes_turns else self.buckets.all
         self.rank.record.dense_bytes = num_dense * self.dense_bytes(exchanged)
         for bucket in step.turn.buckets:
             bucket.state_before = None
@@ -306,7 +325,7 @@ class Steps:
             self.pending_report = None
         elif self._options.grad_scaler is None and self._ledger.total.num_skipped == 0:
             # once: without a GradScaler the optimizer would make every parameter NaN
-            _log.warning(self._kind.warning, self._num_steps)
+            _log.warning(self.kind.warning, self._num_steps)
         self.rank.record.num_skipped = int(not agreement.is_finite)
         self._ledger.waits = agreement.waits
         self._ledger.add(self.rank.record, self.rank.timer)
@@ -332,7 +351,7 @@ class Steps:
     @property
     def num_turns(self) -> int:
         """How many steps were made of every part of the model: the algorithm's own count."""
-        return self.num_steps // (len(self._kind.parts) if self._kind.takes_turns else 1)
+        return self.num_steps // (len(self.kind.parts) if self.kind.takes_turns else 1)
 
     @property
     def ledger(self) -> Ledger:
@@ -355,7 +374,7 @@ class Steps:
         try:
             self.settle()
         finally:
-            if self._kind.has_thread and not self.is_closed:
+            if self.kind.has_thread and not self.is_closed:
                 end_group(self.rank.collectives)
             self._obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
 
@@ -378,7 +397,7 @@ class Steps:
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            return saved.loaded(self.buckets, state, keeps_buckets=bool(self._kind.parts))
+            return saved.loaded(self.buckets, state, keeps_buckets=bool(self.kind.parts))
 
     def go_on_from(self, progress: saved.Progress) -> None:
         """Go on from what was loaded."""

@@ -1,6 +1,7 @@
 """Exchanges of updates: the optimizer runs first, and what it changed is sent."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.options import check_number
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
 from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
@@ -19,7 +21,8 @@ from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.attached import warn_of_two_momenta
 from regtopk.distributed.steps.base import Counted, ExchangeBase
-from regtopk.distributed.steps.handshake import difference, roll_call, together
+from regtopk.distributed.steps.handshake import compare, difference, roll_call, together
+from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
@@ -32,7 +35,7 @@ from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError, StateError
 from regtopk.rounds import LocalRounds, Rounds
 
-TIMES = ("every", "delay", "fragments", "mix")
+TIMES = ("every", "delay", "fragments", "mix", "clip_norm")
 _log = logging.getLogger("regtopk")
 
 
@@ -43,6 +46,7 @@ class UpdateOptions(ExchangeOptions, total=False):
     delay: int
     fragments: int
     mix: float
+    clip_norm: float | None
     outer: Outer | None
     buffers: How
     grad_scaler: torch.amp.GradScaler | None
@@ -66,20 +70,25 @@ class UpdatesBase(Counted):
         times = {name: others.pop(name, Rounds._field_defaults[name]) for name in TIMES}
         rounds = Rounds("updates", **times)
         rounds.check_times()
+        weight = others.get("weight")
+        if weight in ("steps", "tokens"):
+            others["weight"] = rounds.every if weight == "steps" else None
         outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
         checked = Options(**others)
         scaler = checked.grad_scaler
         model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments, scaler)
         if takes_turns := rounds.fragments > 1:
             refuse_k(algorithm)
-        # updates have no scale, and dense steps are rounds
-        checked = replace(checked, grad_scaler=None, dense_steps=-(-checked.dense_steps // rounds.every))
+        checked = replace(checked, grad_scaler=None)  # updates have no loss scale
         warning = (
             f"after round %d a {self._peer}'s update was not finite: all {self._peer}s went back to where "
             "the round began; total.num_skipped counts such rounds"
         )
         settings, parts = {**times, **model.describe()}, tuple(model.fragments) if takes_turns else ()
-        return rounds, model, checked, Kind(self._call, warning, tuple(settings.items()), parts, takes_turns)
+        settings["weight='tokens'"] = weight == "tokens"
+        del settings["every"]
+        kind = Kind(self._call, warning, tuple(settings.items()), parts, takes_turns, every=rounds.every)
+        return rounds, model, checked, replace(kind, scaling=Scaling(rounds.clip_norm, weight == "tokens"))
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
@@ -105,6 +114,11 @@ class UpdatesBase(Counted):
         return self._steps.num_turns
 
     @property
+    def everys(self) -> list[int]:
+        """Every rank's steps per round."""
+        return self._steps.everys
+
+    @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, for a learning rate that changes."""
         return self._model.outer
@@ -113,9 +127,14 @@ class UpdatesBase(Counted):
         """What this rank sent, by finish() too, against dense gradients in every step; and its time."""
         self._maker.land_all()
         steps, norm = self._steps, self.total.residual_norm
-        dense_bytes = steps.dense_bytes(steps.buckets.all)
-        counts = self.num_steps, self._rounds.rounds.fragments, self._peer, dense_bytes
-        return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
+        rounds, dense_bytes = self._rounds.rounds, steps.dense_bytes(steps.buckets.all)
+        counts = self.num_steps, rounds.fragments, self._peer, dense_bytes
+        text = summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
+        if rounds.by_worker:
+            waits = zip(rounds.by_worker, steps.ledger.waits.values(), strict=False)  # none before a round
+            by_rank = ", ".join(f"{every} ({waited_s:.3g} s)" for every, waited_s in waits)
+            text += f"\n  by rank   steps per round, and time spent waiting: {by_rank}"
+        return text
 
     @contextmanager
     @torch.no_grad()  # not of what the caller does meanwhile
@@ -202,11 +221,13 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         optimizer: what trains exactly these parameters; frozen ones may be among them. Several, such as
             ``[muon, adamw]``, have each parameter once, and step equally often, in one order.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
-        every: how many optimizer steps a round has; 1 if not given.
+        every: how many optimizer steps a round of this rank has; 1 if not given. It may differ by rank.
         delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 (if not
             given) to every - 1. It needs the memory of one more model.
         fragments: how many parts, of about the same size, take turns, 1 (if not given) to every.
         mix: in [0, 1], how much is kept of what the rank has learned during the delay; 1 if not given.
+        clip_norm: an update whose norm is more than so many times the median of all ranks' is scaled down to
+            that, by fragment; None (if not given): never.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
         buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" (if not
@@ -243,6 +264,15 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         kind = replace(kind, has_thread=rounds.delay > 0)
         steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
+        if len(set(steps.everys)) > 1:
+            rounds = rounds._replace(by_worker=tuple(steps.everys))
+        pause = min(steps.everys) // rounds.fragments
+        if rounds.by_worker and rounds.delay >= pause:  # some would send again before they receive
+            steps.close()
+            raise ArgumentError(
+                f"delay must be less than the smallest every // fragments, {pause}, where every differs by "
+                f"rank, got {rounds.delay}"
+            )
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         for each in (*inner, model.outer):
@@ -251,12 +281,23 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.update(inner)
 
+    def count(self, tokens: float) -> None:
+        """Where `weight` is "tokens": how many tokens or examples the coming `optimizer.step()` learns from.
+
+        The weights are t_n / T: what a rank has counted in a round, of what all ranks have.
+        """
+        check_number("tokens", tokens, "finite and >= 0", lambda x: 0 <= x < math.inf)
+        if not self._steps.kind.scaling.by_tokens:
+            raise ArgumentError("weight must be 'tokens' where count() is called")
+        self._maker.count(tokens)
+
     def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
         self._model.inner.check_whole("state_dict")
         rounds = self._rounds
         skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
-        return update_checkpoint.add_to(self._steps.state_dict(), self._model, rounds, skipped)
+        tokens = self._maker.tokens if self._steps.kind.scaling.by_tokens else []
+        return update_checkpoint.add_to(self._steps.state_dict(), self._model, rounds, skipped, tokens)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every exchange, but call it on every rank: what one rank cannot load, no rank loads.
@@ -270,7 +311,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._go_on_from(loaded)
 
     def _compare_loaded(self, loaded: Any) -> None:
-        different = difference(self._collectives, update_checkpoint.common(loaded[1]))
+        different = difference(self._collectives, update_checkpoint.common(loaded[1], self._rounds.rounds))
         if different is not None:
             raise StateError(f"saved states must be of one moment of one run, with the same {different}")
 
@@ -283,7 +324,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
         progress, model = loaded
-        self._maker.load(model.skipped)
+        self._maker.load(model.skipped, model.tokens)
         sent = [
             [model.sent[name].to(self.device, copy=True) for name in names if name in model.sent]
             for names in self._model.fragments
@@ -294,13 +335,15 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give all ranks the same model now. Call it on every rank, after equally many steps.
+        """Give all ranks the same model now. Call it on every rank, when all have sent equally often.
 
-        It applies the rounds that are under way, and exchanges every fragment, unless the model is
-        theta_start, as it is after a round without `delay` and `fragments`. Residuals stay unsent.
+        It applies the rounds that are under way, and exchanges every fragment, unless all ranks' models are
+        theta_start, as they are after a round without `delay` and `fragments`. Residuals stay unsent.
         """
         self._refuse_in_agreed("finish")
         self._model.inner.check_whole("finish")
         self._steps.check_usable()
         roll_call(self._collectives, "finish", "handshake_timeout_s", self._handshake_timeout_s)
-        self._rounds.finish()
+        rounds, ranks = self._rounds, self._collectives
+        compare(ranks, {"number of exchanges": rounds.rounds.num_sent(rounds.clock)})
+        rounds.finish(lambda is_start: all(ranks.all_gather_objects(is_start)))

@@ -3,6 +3,7 @@
 When a fragment is sent, when it is applied and what is kept is decided in regtopk/rounds.py.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -33,9 +34,16 @@ class RankRounds(RoundMaker):
         self._steps, self._model, self._rounds = steps, model, rounds
         self._background = Background(steps.device)
         self._flights: dict[int, Future[Landing]] = {}  # the last round beside training of each fragment
+        self.tokens = [-1.0] * rounds.fragments  # since each was last sent; below zero: none were counted
+        self._sent_tokens: dict[int, float] = {}
 
-    def load(self, skipped: Sequence[bool]) -> None:
+    def count(self, tokens: float) -> None:
+        """Add what the coming step learns from."""
+        self.tokens = [max(counted, 0.0) + tokens for counted in self.tokens]
+
+    def load(self, skipped: Sequence[bool], tokens: Sequence[float] = ()) -> None:
         """When what is under way has ended, go on with fragments of which some were not finite."""
+        self.tokens = list(tokens) or [0.0] * self._rounds.fragments
         for fragment, flight in self._flights.items():
             if flight.exception() is None:  # waits, however it ends
                 self.land(fragment)
@@ -54,6 +62,7 @@ class RankRounds(RoundMaker):
     def take_back(self) -> None:
         """Put buffers back; what a NaN has spoiled in the optimizers starts anew."""
         self._model.buffers.take_back()
+        self.tokens = [0.0] * self._rounds.fragments
         for optimizer in self._model.inner.all:
             restart_spoiled(optimizer, self._steps.others)
 
@@ -68,6 +77,7 @@ class RankRounds(RoundMaker):
     def exchange(self, fragment: int, num_steps: int) -> Iterator[bool | None]:
         """A whole round at once: what follows belongs to its step."""
         model, rank = self._model, self._steps.rank
+        self._take_tokens(fragment, num_steps)
         take = partial(model.take_update, self._buckets_of(fragment))
         counted = self._step(fragment, take, model.outer, num_steps)
         with model.at_hand(), counted as step, rank.timer.phase("decode_s"):
@@ -78,6 +88,7 @@ class RankRounds(RoundMaker):
     def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
         buckets, device = self._buckets_of(fragment), self._steps.device
+        self._take_tokens(fragment, num_steps)
         vectors = self._model.take_update(buckets)
         meet = partial(self._meet, fragment, vectors, self._model.outer_as_it_is(), num_steps)
         states = [tensor for bucket in buckets for tensor in bucket.state.state_dict().values()]
@@ -129,7 +140,8 @@ class RankRounds(RoundMaker):
         """What ranks do together: the aggregate gets into theta_start, if all updates are finite."""
         steps, model, step = self._steps, self._model, None
         try:
-            with steps.step(vectors, self._buckets_of(fragment), num_dense=num_steps) as step:
+            buckets, tokens = self._buckets_of(fragment), self._sent_tokens[fragment]
+            with steps.step(vectors, buckets, num_dense=num_steps, tokens=tokens) as step:
                 if step.is_finite and outer is None:
                     step.exchange(into(model.start, subtract_))
                 elif step.is_finite:
@@ -141,9 +153,14 @@ class RankRounds(RoundMaker):
                 raise
             raise ClusterError(
                 f"{error} Round {steps.num_turns} did not begin. If no rank has stopped: did every rank call "
-                "optimizer.step() equally often? A step that a GradScaler skips does not count: count by "
-                "num_steps, not by batches"
+                "optimizer.step() as often as its `every` says? A step that a GradScaler skips does not "
+                "count: count by num_steps, not by batches"
             ) from error
+
+    def _take_tokens(self, fragment: int, num_steps: int) -> None:
+        """What an update of so many steps was learned from; NaN if nobody has counted."""
+        counted, self.tokens[fragment] = self.tokens[fragment], -1.0
+        self._sent_tokens[fragment] = math.nan if counted < 0 < num_steps else max(counted, 0.0)
 
     def _join_buffers(self, rank: Rank) -> None:
         buffers = self._model.buffers

@@ -3,17 +3,19 @@
 ::
 
     updates      {every, delay, fragments, inner, outer, start, outer_state}       the same on all ranks
+        every        of all ranks; where it differs [every of rank 0, ...]
         inner        the class of the ranks' optimizer; of several "Muon, AdamW", in their order
         outer        {class, option: value, ...}
         start        {parameter: tensor}: theta_start, in at least float32
         outer_state  (state dict of the outer optimizer,) or ({},)
     workers      {"3": {..., updates}}
-        updates      ({num_steps, optimizer, parameters, buffers, sent, skipped},)       what differs by rank
+        updates      ({num_steps, optimizer, parameters, buffers, sent, skipped, tokens},)   what differs
             optimizer   its state dict; of several that of one with all their groups, one after another
             parameters  {name: tensor}, or {} at a round's end, when they are theta_start
             buffers     {"now": {name: tensor}, "start": {name: tensor}}
             sent        {name: tensor}, as they were sent in rounds whose aggregate is not applied yet
             skipped     of each fragment, whether its round is such a one, and was not finite
+            tokens      of each fragment, those counted since it was last sent, if weights are by tokens
 
 Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 """
@@ -40,7 +42,7 @@ from regtopk.distributed.updates.optimizers import describe_outer, names_in, wei
 from regtopk.errors import StateError
 from regtopk.rounds import LocalRounds, Rounds
 
-_TIMES = ("every", "delay", "fragments")
+_TIMES = ("delay", "fragments")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
 
 
@@ -55,10 +57,11 @@ class LoadedModel(NamedTuple):
     parameters: Mapping[str, Tensor] = MappingProxyType({})
     sent: Mapping[str, Tensor] = MappingProxyType({})
     skipped: Sequence[bool] = ()
+    tokens: Sequence[float] = ()
 
 
 def add_to(
-    saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool]
+    saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool], tokens: list[float]
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates."""
     sent = {
@@ -73,10 +76,12 @@ def add_to(
         "buffers": copied(model.buffers.saved()),
         "sent": copied(sent),
         "skipped": skipped if sent else [],
+        **({"tokens": tokens} if tokens else {}),
     }
     for worker in saved["workers"].values():
         worker["updates"] = (mine,)
     updates = {
+        "every": rounds.rounds.told_every,
         **{time: getattr(rounds.rounds, time) for time in _TIMES},
         "inner": model.inner.kinds,
         **({"held": _held(model)} if len(model.inner.all) > 1 else {}),
@@ -102,43 +107,58 @@ def loaded(
         is_same = saved["weights"] == weights and not saved.get("lost")
         refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
         if not is_same:
-            saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
-        mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved)
+            saved = _at_a_rounds_end(saved, model)
+        mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved, rounds)
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
+        if len(saved["weights"]) != len(weights):  # on another number of ranks it may be any
+            updates = {**updates, "every": rounds.told_every}
         _check(model, rounds, updates, new)
     return {key: part for key, part in saved.items() if key != "updates"}, new
 
 
-def common(new: LoadedModel) -> dict[str, Any]:
+def common(new: LoadedModel, rounds: Rounds) -> dict[str, Any]:
     """What is the same on all ranks of a saved run, theta_start and the outer optimizer as a checksum."""
     checksum, starts = 0, [start for _, start in sorted(new.start.items())]
     for leaf in tree_leaves([starts, new.outer_state]):
         is_tensor = isinstance(leaf, Tensor)
         part: Any = as_bytes(leaf.cpu().flatten()).numpy() if is_tensor else repr(leaf).encode()
         checksum = crc32(part, checksum)
+    place = not new.parameters, sorted(new.sent), list(new.skipped)
+    are_equal = not rounds.by_worker  # else ranks stand elsewhere in the same round
     return {
-        "num_steps": new.num_steps,
-        "place in a round": (not new.parameters, sorted(new.sent), list(new.skipped)),
+        "num_steps": new.num_steps if are_equal else rounds.num_sent(new.num_steps),
+        "place in a round": place if are_equal else "any",
         "theta_start and outer state (a checksum)": checksum,
     }
 
 
-def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
-    """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost."""
+def _at_a_rounds_end(saved: dict[str, Any], model: LocalModel) -> dict[str, Any]:
+    """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost.
+
+    Where weights are by tokens, what is added is scaled by them, as when it is sent.
+    """
     workers = saved["workers"]
     if not any(worker["updates"][0]["parameters"] for worker in workers.values()):
         return saved
-    if is_sharded:
+    if model.is_sharded:
         raise StateError(
             "the saved state must be from a round's end to be loaded on other ranks or with other weights, "
             "as the model is sharded: call finish() before you save"
         )
-    start = saved["updates"]["start"]
-    return {**saved, "workers": {n: _ended(worker, start) for n, worker in workers.items()}}
+    start, scales = saved["updates"]["start"], {n: dict[str, float]() for n in workers}
+    tokens = {n: worker["updates"][0].get("tokens", ()) for n, worker in workers.items()}
+    for part, names in enumerate(model.fragments if all(tokens.values()) else ()):
+        counted = {n: max(0.0, theirs[part]) for n, theirs in tokens.items()}
+        if total := sum(counted.values()):
+            for n, own in counted.items():
+                scales[n] |= dict.fromkeys(names, len(workers) * own / total)
+    return {**saved, "workers": {n: _ended(worker, start, scales[n]) for n, worker in workers.items()}}
 
 
-def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
+def _ended(worker: dict[str, Any], start: dict[str, Tensor], scales: dict[str, float]) -> dict[str, Any]:
     (mine,) = worker["updates"]
+    if not mine["parameters"]:  # it is at theta_start, though others are not
+        return worker
     is_spoiled = not all(bool(torch.isfinite(own).all()) for own in mine["parameters"].values())
     if is_spoiled or any(mine["skipped"]):  # what it has learned is taken back
         return worker
@@ -151,18 +171,23 @@ def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
             )
         own, residual = mine["parameters"][name], parts["residual"]
         before = mine["sent"].get(name, start[name]).to(own.dtype)  # as the round began, rounded
-        entries[name] = {**parts, "residual": residual + (before.to(residual) - own.to(residual))}
+        learned = (before.to(residual) - own.to(residual)) * scales.get(name, 1.0)
+        entries[name] = {**parts, "residual": residual + learned}
     return {**worker, "entries": entries}
 
 
-def _mean_of_ranks(saved: dict[str, Any]) -> dict[str, Any]:
+def _mean_of_ranks(saved: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
     """What every rank goes on with at a round's end; the options of the optimizer are the first rank's."""
-    kept = kept_ranks(saved)
+    kept, every = kept_ranks(saved), saved["updates"]["every"]
     workers = [saved["workers"][str(n)]["updates"][0] for n in kept]
     weights = [saved["weights"][n] for n in kept]
     states = [worker["optimizer"]["state"] for worker in workers]
+    before = rounds._replace(every=every[kept[0]] if isinstance(every, list) else every)
+    num_steps = workers[0]["num_steps"]
+    if before != rounds:  # ranks must be as far in the order of fragments, not in steps
+        num_steps = rounds.step_after(before.num_sent(num_steps))
     return {
-        "num_steps": workers[0]["num_steps"],
+        "num_steps": num_steps,
         "optimizer": {**workers[0]["optimizer"], "state": weighted_mean(states, weights)},
         "buffers": weighted_mean([worker["buffers"] for worker in workers], weights),
     }
@@ -209,6 +234,7 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     begun, sent = shapes_of(new.buffers["start"]), shapes_of(new.sent)
     under_way = [name for names in model.fragments if not sent.keys().isdisjoint(names) for name in names]
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
+    facts += [("every", rounds.told_every, updates["every"])]
     facts += [("optimizer", model.inner.kinds, updates["inner"])]
     if "held" in updates:
         facts += [("parameters of each optimizer", _held(model), updates["held"])]

@@ -43,6 +43,19 @@ def test_each_density_is_compared_with_topk_at_that_density(tmp_path: Path) -> N
     assert results["regtopk:mu=1", 0.1]["difference_from_topk"]["mean"] == pytest.approx(expected)
 
 
+def test_workers_that_are_slow_or_bad(tmp_path: Path) -> None:
+    updates = "topk:exchange=updates:density=0.5"
+    labels = [f"{updates}:every={every}" for every in ("4", "4/4/4/4", "4/4/4/1", "4:clip_norm=3")]
+    losses = {}
+    for bad_worker in (1.0, 1000.0):
+        folder = tmp_path / f"{bad_worker}"
+        compare(folder, algorithms=",".join(labels), bad_worker=bad_worker, num_steps=24, lr=(0.2,))
+        losses[bad_worker] = [r["loss"] for r in read_records(folder) if r["step"] == 24]
+    (alike, each_alone, one_slow, _), (spoilt, _, _, clipped) = losses.values()
+    assert alike == each_alone != one_slow < 1.1 * alike
+    assert clipped < 1.1 * alike and spoilt > 2 * alike
+
+
 def test_equal_bytes_are_equal(tmp_path: Path) -> None:
     summary = compare(
         tmp_path,
@@ -180,6 +193,11 @@ def test_gradients_are_each_workers_own() -> None:
             {"algorithms": "topk:exchange=updates:every=7"},
             "every must divide num_steps = 300, got 'topk:exch",
         ),
+        (
+            {"algorithms": "topk:exchange=updates:every=4/2", "num_workers": 3},
+            "^every must have a number for each of 3 workers, got 'topk:exchange=updates:every=4/2'$",
+        ),
+        ({"bad_worker": 0.0}, r"bad_worker must be in \(0, inf\), got 0.0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -39,7 +39,7 @@ def run(config: CompareConfig, folder: Path, *, resume: bool = False) -> list[tu
     return [tuple(r[name] for name in MEASURED) for r in read_records(folder)]
 
 
-@pytest.mark.parametrize("words", ["", ":exchange=updates:every=4:fragments=2:delay=1:outer=nesterov"])
+@pytest.mark.parametrize("words", ["", ":exchange=updates:every=4/4/4/4:fragments=2:delay=1:outer=nesterov"])
 def test_an_interrupted_run_goes_on_in_its_middle_to_the_same_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:

@@ -184,7 +184,7 @@ def exchanged(method: Method) -> Record:
     clipped = "each worker's own" if rounds.has_updates else "the aggregate"
     return {
         "exchange": rounds.exchange,
-        "every": rounds.every,
+        "every": rounds.told_every,
         "outer": {"name": rounds.outer, **rounds.outer_settings._asdict()} if rounds.has_updates else None,
         "optimizer": method.optimizer,
         "clipped": clipped if OPTIMIZERS[method.optimizer].max_norm else None,

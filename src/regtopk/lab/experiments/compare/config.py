@@ -44,7 +44,9 @@ class CompareConfig(TaskSettings):
     Args:
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
             Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, weight_decay, and what
-            is exchanged: exchange=updates with every, fragments, delay, mix, outer, outer_lr, outer_momentum.
+            is exchanged: exchange=updates with every, fragments, delay, mix, clip_norm, outer, outer_lr,
+            outer_momentum. every=4/4/4/1 makes the last of four workers four times slower: in a round it
+            makes one step, and then waits. Weights follow the steps.
             An option may have several values, every=2|4|8. They are searched on a seed that is not counted.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
@@ -123,6 +125,10 @@ class CompareConfig(TaskSettings):
                 raise ArgumentError(
                     f"optimizer must not be {method.optimizer} for {self.task}, whose model has no blocks of "
                     f"matrices, got {method.label!r}"
+                )
+            if method.rounds.by_worker and len(method.rounds.by_worker) != self.num_workers:
+                raise ArgumentError(
+                    f"every must have a number for each of {self.num_workers} workers, got {method.label!r}"
                 )
             if self.num_steps % method.rounds.every:
                 raise ArgumentError(f"every must divide num_steps = {self.num_steps}, got {method.label!r}")

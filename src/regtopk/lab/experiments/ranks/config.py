@@ -19,7 +19,7 @@ NUM_DIGITS = 1437  # scikit-learn's for training
 # settings that only the simulator has
 SIMULATED = (
     "split", "like", "like_received", "bytes_per_step", "received_bytes_per_step", "precision",
-    "num_search_runs",
+    "num_search_runs", "bad_worker",
 )  # fmt: skip
 
 # of a task: sizes small enough for processes on one machine, and what docs/which-method.md advises

@@ -22,6 +22,7 @@ from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed import UpdateExchange, attach
 from regtopk.distributed.requests.record import PHASES
 from regtopk.distributed.steps.handshake import refuse_oracles
+from regtopk.distributed.updates.exchange import TIMES
 from regtopk.lab.experiments.compare.comparison import exchanged
 from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.experiment import ShowProgress, WholeExperiment
@@ -69,7 +70,9 @@ class RankTraining:
             "residual_dtype": method.residual_dtype,
         }
         if self.rounds.has_updates:
-            options |= {name: getattr(self.rounds, name) for name in ("every", "delay", "fragments", "mix")}
+            options |= {name: getattr(self.rounds, name) for name in TIMES}
+            if self.rounds.by_worker:
+                options |= {"every": self.rounds.by_worker[dist.get_rank()], "weight": "steps"}
             options["outer"] = None if self.rounds.outer == "none" else self.rounds.make_outer
             self.exchange = UpdateExchange(self.network, self._descent.optimizers, algorithm, **options)
         else:
@@ -79,6 +82,9 @@ class RankTraining:
 
     def step(self) -> None:
         """One step of the optimizer, and what the method exchanges after it or before it."""
+        if not self.rounds.makes_step(dist.get_rank(), self.num_steps):
+            self.num_steps += 1
+            return
         start = time.perf_counter()
         self.network.zero_grad()
         loss = self.task.loss(self.model, self.num_steps)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.options import check_integer, integer, option
+from regtopk.core.options import check_integer, integer, option, within
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples
@@ -38,6 +38,7 @@ class TaskSettings:
         context: tokens that gpt sees at once; an example is so many, and the one that follows.
         precision: of the matrix products of deep networks: float32 or bfloat16. Parameters and sums are
             float32.
+        bad_worker: what the last worker sends is so many times what it should be.
         device: where to compute: cpu or cuda.
     """
 
@@ -52,6 +53,7 @@ class TaskSettings:
     width: int = option(0, integer(at_least=0))
     context: int = option(0, integer(at_least=0))
     precision: str = "float32"
+    bad_worker: float = option(1.0, within("(0, inf)"))
     device: str = "cpu"
 
 

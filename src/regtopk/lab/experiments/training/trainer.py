@@ -1,7 +1,7 @@
 """Models of several seeds trained by one method, side by side where the method allows it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from regtopk.core.worker import Layout
 from regtopk.lab.experiments.tasks.task import Task
 from regtopk.lab.experiments.training.optimizers import Descent, recipe_of
 from regtopk.lab.method import Method
-from regtopk.rounds import LocalRounds, RoundMaker, cut_evenly
+from regtopk.rounds import LocalRounds, RoundMaker, clip_scales, cut_evenly, norm_of
 from regtopk.simulate import Cluster
 
 Quality = dict[str, float | None]  # by the name of what was measured, such as "accuracy"
@@ -100,7 +100,7 @@ class Trainer:
             return Cluster(
                 algorithm,
                 num_workers=task.num_workers,
-                weights=weights,
+                weights=by_steps(weights, rounds.by_worker),
                 layout=layout,
                 index_code=method.index_code,
                 link=LINK,
@@ -121,7 +121,10 @@ class Trainer:
             self._outer = rounds.make_outer([part.models for part in self._parts])
             maker = SimulatedRounds(self._parts, self._local, self._outer, self._aggregate)
             self._rounds = LocalRounds(rounds, maker)
-        self._descent = Descent(self._local, recipe_of(method), lr, num_steps, task.layout)
+        # what has an optimizer of its own: all workers together, or each where some make fewer steps
+        self._trained = list(self._local.unbind(1)) if rounds.by_worker else [self._local]
+        how = recipe_of(method), lr, num_steps, task.layout
+        self._descents = [Descent(own, *how) for own in self._trained]
         self._timer = Timer(self.models.device)
         self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
@@ -188,7 +191,7 @@ class Trainer:
             "losses": self._losses,
             "seen": self._seen,
             "exchange_s": self.exchange_s,
-            "optimizer": self._descent.optimizers[0].state_dict(),
+            "optimizer": [descent.optimizers[0].state_dict() for descent in self._descents],
             "outer": self._outer and self._outer.state_dict(),
             "clusters": [[c.state_dict() for c in part.clusters] for part in self._parts],
             "sent": self._rounds.sent if self._outer else [],
@@ -200,7 +203,8 @@ class Trainer:
             own.copy_(state[saved])
         self.num_steps, self._exchange_s = state["num_steps"], state["exchange_s"]
         self._is_diverged, self._losses, self._seen = state["is_diverged"], state["losses"], state["seen"]
-        self._descent.optimizers[0].load_state_dict(state["optimizer"])
+        for descent, saved in zip(self._descents, state["optimizer"], strict=True):
+            descent.optimizers[0].load_state_dict(saved)
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])
             self._rounds.load(self.num_steps, state["sent"], is_start=False)
@@ -213,10 +217,13 @@ class Trainer:
         self._step_losses = losses
         if self._outer is None:
             self.models.grad = self._aggregate(self._parts[0], grads)
-            self._descent.step(self.num_steps)
+            self._descents[0].step(self.num_steps)
         else:
-            self._local.grad = grads
-            self._descent.step(self.num_steps)
+            parts = grads.unbind(1) if self.rounds.by_worker else [grads]
+            for worker, (own, grad) in enumerate(zip(self._trained, parts, strict=True)):
+                if self.rounds.makes_step(worker, self.num_steps):
+                    own.grad = grad
+                    self._descents[worker].step(self.num_steps)
             self._rounds.after_step()
         self._is_diverged |= ~torch.isfinite(losses)
         self._count(losses)
@@ -225,6 +232,12 @@ class Trainer:
     def _aggregate(self, part: ModelPart, sent: Tensor) -> Tensor:
         """What the clusters make of what the workers send, (R, N, j) in and (R, j) out."""
         clusters, losses = part.clusters, self._step_losses
+        if self.task.config.bad_worker != 1:
+            sent[:, -1] *= self.task.config.bad_worker
+        if self.rounds.clip_norm is not None:
+            norms = torch.stack([norm_of([own]) for own in sent.flatten(0, 1)]).view(sent.shape[:2])
+            scales = clip_scales(norms, clusters[0].weights.to(norms.device), self.rounds.clip_norm)
+            sent = sent * scales.unsqueeze(-1).to(sent.dtype)
         with self._timer.phase("exchange"):
             if len(clusters) == 1:
                 found = clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(part.models.shape)
@@ -241,6 +254,12 @@ class Trainer:
         self._losses = losses.where(~self._is_diverged, kept)
         self._loss_sum = self._losses.clone() if self._loss_sum is None else self._loss_sum + self._losses
         self._num_summed += 1
+
+
+def by_steps(weights: list[float], by_worker: Sequence[int]) -> list[float]:
+    """Weights that follow the workers' numbers of steps, if these differ."""
+    products = [weight * steps for weight, steps in zip(weights, by_worker, strict=False)]
+    return [product / sum(products) for product in products] or weights
 
 
 def parts_of(layout: Layout, num_fragments: int) -> list[tuple[slice, Layout]]:
