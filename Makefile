@@ -6,9 +6,10 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 # The tests run in parts of about the same length, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
 KERNELS := tests/kernels tests/slow_network
-# Real ranks are in two parts, which have all that forks processes with torch in them.
+# Real ranks are in two parts, which have all that forks processes with torch in them, and what else is long.
 FIRST_RANKS := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
-OTHER_RANKS := tests/integrations tests/lab/plan/test_costs.py tests/lab/experiments/ranks tests/lab/test_launch.py
+OTHER_RANKS := tests/integrations tests/lab/plan/test_costs.py tests/lab/experiments/ranks tests/lab/test_launch.py \
+	tests/lab/experiments/compare
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what

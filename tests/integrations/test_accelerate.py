@@ -68,7 +68,7 @@ def test_states_that_cannot_be_used_stop_a_run_and_stay(
             (save / "rank-0.pt").write_bytes(b"cut off")
         else:
             manifest = save / "rank-0.json"
-            manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
+            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
         return save
 
     newest = damage(10)

@@ -62,6 +62,7 @@ def test_a_command_that_is_killed_leaves_no_rank(tmp_path: Path, words: str, how
     with ended(subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL, text=True)) as caller:
         children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children")
         while len(pids := [int(pid) for pid in children.read_text().split()]) < 3:  # two ranks and a tracker
+            assert caller.poll() is None
             time.sleep(0.05)
         caller.send_signal(how)
         assert caller.wait(timeout=60) == (143 if how is signal.SIGTERM else -9)

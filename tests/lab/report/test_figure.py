@@ -133,7 +133,8 @@ def write(run: Run, folder: Path) -> str:
     return write_report(folder).read_text(encoding="utf-8")
 
 
-def test_page_of_twenty_methods(tmp_path: Path) -> None:
+def test_page_of_twenty_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regtopk.lab.report.page.draw_files", lambda *_: None)  # which other tests draw
     page = write(make_run(20), tmp_path)
     assert page.count("<figure") == len(PANELS) + 1 and page.count('<figure class="tall">') == 1
     assert '<div class="panels"><div class="legend">' in page  # it fills the place beside the tall one

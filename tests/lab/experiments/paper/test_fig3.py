@@ -37,6 +37,7 @@ def test_a_preset_evaluates_at_round_steps_and_its_network_takes_its_images(pres
     assert network(torch.zeros(size, device="meta")).shape == (2, 10)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
     command = ["reproduce", "fig3", "--preset", "smoke", "--set", "num_steps=24", "--deterministic"]
     command += ["--set", "num_evaluations=8", "--out", str(tmp_path), "--json"]
