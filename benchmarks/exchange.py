@@ -6,8 +6,8 @@ hook (rank 2) on the same buckets of DDP.
 
 One process plays one rank of N in torch's "fake" process group, which every rank has joined at once. What the
 others would send is the rank's own contribution, N times (`own_by_all`). The time of collectives is left out,
-everything else is real, and N messages are decoded and added. (They hold the same entries, where those of real
-ranks differ: work of the size of k.)
+everything else is real, and N messages are decoded and added. (They hold the same entries; those of real
+ranks differ, which is work of the size of k.)
 A network of 64 square layers stands for a model. DDP makes its buckets in two real backward passes; then
 every round gives the buckets the gradient anew, untimed, and runs what the hook runs.
 

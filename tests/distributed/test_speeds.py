@@ -206,4 +206,49 @@ def test_tokens_that_nobody_counts() -> None:
     with closing(Training().exchange) as exchange:
         assert refusal(lambda: exchange.count(1))[1] == "weight must be 'tokens' where count() is called"
     said = refusal(lambda: Training(weight=("tokens", None)[dist.get_rank()]))
-    assert said[1] == "all ranks must have the same weight='tokens', got True on rank 0, False on rank 1"
+    told = "all ranks must have the same kind of weight, got 'tokens' on rank 0, 'a number' on rank 1"
+    assert said[1] == told
+
+
+@on_ranks(2)
+def test_ranks_that_stand_elsewhere_in_a_round_finish_save_and_load() -> None:
+    training = Training(every=4)
+    with closing(training.exchange) as exchange:
+        training.train(5 + exchange.rank)
+        inside = exchange.state_dict()
+        exchange.finish()
+        exchange.load_state_dict(exchange.state_dict())
+        exchange.load_state_dict(inside)
+        assert exchange.num_steps == 5 + exchange.rank
+    with closing(Training().exchange) as exchange:
+        kind, text = refusal(lambda: exchange.stop_when(True))
+        assert kind == "ClusterError" and "got [4, 2] by rank: stop at a number of num_rounds" in text
+
+
+@on_ranks(2)
+def test_what_is_learned_inside_a_round_is_clipped_on_other_ranks_too() -> None:
+    first = Training(every=4, clip_norm=3.0)
+    with closing(first.exchange) as exchange:
+        first.net(torch.full((70,), 1000.0 if exchange.rank else 1.0)).backward()
+        first.optimizer.step()
+        saved = [exchange.state_dict()] * 2
+        dist.all_gather_object(saved, saved[0])
+    again = Training(every=4, clip_norm=3.0, weight=(0.75, 0.25)[dist.get_rank()])
+    with closing(again.exchange) as exchange:
+        exchange.load_state_dict(regtopk.merge_state_dicts(saved))
+        (state,) = exchange.state_dict()["workers"].values()
+        residual = torch.cat([entry["residual"] for entry in state["entries"].values()])
+        expected = 3.0 * 0.5 / 0.25 if exchange.rank else 0.5 / 0.75
+        assert torch.allclose(residual, torch.full((70,), expected))
+
+
+@on_ranks(4)
+def test_ranks_that_learned_from_nothing_do_not_decide_what_is_clipped() -> None:
+    training = Training(regtopk.Dense(), every=1, weight="tokens", clip_norm=3.0)
+    rank = dist.get_rank()
+    with closing(training.exchange) as exchange:
+        exchange.count(1 if rank < 2 else 0)
+        training.net(torch.full((70,), (1.0, 1e4, 0.0, 0.0)[rank])).backward()
+        training.optimizer.step()
+        assert torch.allclose(flat_parameters(training.net), torch.full((70,), 1 - (1 + 3) / 2))
+        assert "clipped   1 update of rank 1, by clip_norm" in exchange.summary()

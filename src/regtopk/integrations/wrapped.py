@@ -100,6 +100,7 @@ class ExchangeInTrainer:
             )
             if len(set(everys := self.exchange.everys)) > 1:
                 self.exchange.close()
+                self.exchange = None
                 raise ClusterError(f"every must be the same on all ranks in a trainer, got {everys} by rank")
             self.exchange._model.read_notice.mute()  # what the framework reads to save it is replaced
             silence(model)
@@ -133,5 +134,7 @@ def _checked(options: dict[str, Any]) -> Options:
     Rounds("updates", **times).check_times()
     check_choice("buffers", options.get("buffers", "mean"), get_args(How))
     check_choice("anchors", options.get("anchors", "device"), get_args(Anchors))
-    shared = ExchangeOptions.__annotations__
-    return Options(**{name: value for name, value in options.items() if name in shared})
+    shared = {name: value for name, value in options.items() if name in ExchangeOptions.__annotations__}
+    if shared.get("weight") in ("steps", "tokens"):  # words of `UpdateExchange`
+        shared["weight"] = None
+    return Options(**shared)

@@ -57,10 +57,11 @@ class Method:
         own: dict[str, Any] = {key: options.pop(key) for key in OWN if key in options}
         known = [f.name for f in fields(ALGORITHMS[name])] if name in ALGORITHMS else []
         # without `exchange`, a word such as every is the algorithm's if it has such an option
-        told = [key for key in Rounds._fields if "exchange" in options or key not in known]
+        words = [key for key in Rounds._fields if key != "by_worker"]
+        told = [key for key in words if "exchange" in options or key not in known]
         rounds: dict[str, Any] = {key: options.pop(key) for key in told if key in options}
         parts = str(rounds.get("every", "")).split("/")
-        if len(parts) > 1 and all(part.isdigit() for part in parts):
+        if len(parts) > 1 and all(part.isascii() and part.isdecimal() for part in parts):
             by_worker = tuple(map(int, parts))
             rounds |= {"every": max(by_worker), "by_worker": by_worker}
         if rounds.get("fragments") == "every":  # so that a search of every changes both

@@ -70,7 +70,8 @@ class Loading:
                 fit_(name, thing, state[name])
             loaded = {name: exchange._loaded(state[name]) for name, exchange in self._exchanges.items()}
         for name, exchange in self._exchanges.items():
-            exchange._compare_loaded(loaded[name])
+            with together(self._collectives, "load the checkpoint", StateError):
+                exchange._compare_loaded(loaded[name])
         for name, thing in self._things.items():
             if name not in loaded:
                 thing.load_state_dict(state[name])

@@ -52,6 +52,9 @@ class OneProcess(ExchangeBase):
     def finish(self) -> None:
         """Nothing to do: there is one model."""
 
+    def count(self, tokens: float) -> None:
+        """Nothing to do: there is nobody else."""
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Nothing to do: there is one model."""

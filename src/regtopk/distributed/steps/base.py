@@ -113,10 +113,16 @@ class ExchangeBase(Counted):
         >>> if exchange.stop_when(batch is None):  # its data are at an end; or its loss is good enough
         ...     break
 
-        It takes one small collective, so ask before a step or less often, but equally often on all ranks.
+        It takes one small collective, so ask before a step or less often, but on all ranks after equally many
+        steps, as `num_steps` counts them.
         """
         true_or_false("flag", flag)
         self._steps.check_usable()
+        if len(set(everys := self._steps.everys)) > 1:  # others' rounds come between
+            raise ClusterError(
+                f"every must be the same on all ranks where stop_when() is called, got {everys} by rank: "
+                "stop at a number of num_rounds"
+            )
         wants = torch.tensor([int(flag)], device=self._collectives.device_for_flags(self.device))
         for ranks in (self._collectives, self._steps.others):  # the replicas, and the shards of each
             wants = wants if ranks is None else ranks.maximum(wants)

@@ -33,6 +33,8 @@ class Scaling(NamedTuple):
 
     def clipped(self, numbers: Tensor, weights: Tensor) -> Tensor:
         """What clipping multiplies each rank's update by, (N,), from all ranks' numbers, (N, 2)."""
+        if self.by_tokens:  # who has learned from none has no weight
+            weights = weights * (numbers[:, 1] > 0)
         return clip_scales(numbers[:, 0], weights, self.clip_norm or math.inf)
 
     def weighed(self, numbers: Tensor, ranks: list[int]) -> Tensor:

@@ -270,7 +270,7 @@ class Steps:
         clipped = scaling.clipped(numbers, self.rank.weights)
         scale = (clipped * scaling.weighed(numbers, ranks))[self.rank.index]
         self._ledger.num_clipped.update(ranks[n] for n in (clipped < 1).nonzero())
-        for flat in flats:
+        for flat in flats if scale != 1 else ():
             flat.mul_(scale.to(flat.dtype))
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,7 @@ class UpdatesBase(Counted):
             "the round began; total.num_skipped counts such rounds"
         )
         settings, parts = {**times, **model.describe()}, tuple(model.fragments) if takes_turns else ()
-        settings["weight='tokens'"] = weight == "tokens"
+        settings["kind of weight"] = weight if weight in ("steps", "tokens") else "a number"
         del settings["every"]
         kind = Kind(self._call, warning, tuple(settings.items()), parts, takes_turns, every=rounds.every)
         return rounds, model, checked, replace(kind, scaling=Scaling(rounds.clip_norm, weight == "tokens"))
@@ -305,10 +305,19 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         theta_start and the outer optimizer's state must be the same on all ranks, and the step, too.
         """
         roll_call(self._collectives, "load_state_dict", "handshake_timeout_s", self._handshake_timeout_s)
-        with together(self._collectives, "load the state", StateError):
+        with self._together():
             loaded = self._loaded(state_dict)
-        self._compare_loaded(loaded)
+        with self._together():
+            self._compare_loaded(loaded)
         self._go_on_from(loaded)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Let replicas, and the shards of each, load all or nothing."""
+        others = self._steps.others
+        of_shards = nullcontext() if others is None else together(others, "load the state", StateError)
+        with together(self._collectives, "load the state", StateError), of_shards:
+            yield
 
     def _compare_loaded(self, loaded: Any) -> None:
         different = difference(self._collectives, update_checkpoint.common(loaded[1], self._rounds.rounds))
@@ -336,6 +345,9 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     @torch.no_grad()
     def finish(self) -> None:
         """Give all ranks the same model now. Call it on every rank, when all have sent equally often.
+
+        With `delay`, all must have received equally often, too: call it after equally many steps, or, where
+        `every` differs, after a whole number of rounds.
 
         It applies the rounds that are under way, and exchanges every fragment, unless all ranks' models are
         theta_start, as they are after a round without `delay` and `fragments`. Residuals stay unsent.

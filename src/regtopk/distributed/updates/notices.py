@@ -53,8 +53,8 @@ class ReadNotice:
     @contextmanager
     def silent(cls) -> Iterator[None]:
         """Let modules be read."""
-        cls._is_silent = True
+        before, cls._is_silent = cls._is_silent, True
         try:
             yield
         finally:
-            cls._is_silent = False
+            cls._is_silent = before

@@ -62,7 +62,7 @@ class RankRounds(RoundMaker):
     def take_back(self) -> None:
         """Put buffers back; what a NaN has spoiled in the optimizers starts anew."""
         self._model.buffers.take_back()
-        self.tokens = [0.0] * self._rounds.fragments
+        self.tokens = [-1.0] * self._rounds.fragments
         for optimizer in self._model.inner.all:
             restart_spoiled(optimizer, self._steps.others)
 
@@ -139,8 +139,8 @@ class RankRounds(RoundMaker):
     ) -> Iterator[Step]:
         """What ranks do together: the aggregate gets into theta_start, if all updates are finite."""
         steps, model, step = self._steps, self._model, None
+        buckets, tokens = self._buckets_of(fragment), self._sent_tokens[fragment]
         try:
-            buckets, tokens = self._buckets_of(fragment), self._sent_tokens[fragment]
             with steps.step(vectors, buckets, num_dense=num_steps, tokens=tokens) as step:
                 if step.is_finite and outer is None:
                     step.exchange(into(model.start, subtract_))
@@ -149,6 +149,8 @@ class RankRounds(RoundMaker):
                     model.apply(outer, model.fragments[fragment])
                 yield step
         except ClusterError as error:
+            if step is None:
+                self.tokens[fragment] = -1.0 if math.isnan(tokens) else tokens
             if step is not None or error.__cause__ is None:  # all ranks were here, and failed or differ
                 raise
             raise ClusterError(

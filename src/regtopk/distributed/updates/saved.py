@@ -20,6 +20,7 @@
 Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from regtopk.core.options import check_integer, true_or_false
+from regtopk.core.options import check_integer, check_number, true_or_false
 from regtopk.distributed.state.parameters import is_dtensor
 from regtopk.distributed.state.saved import MOST_STEPS, kept_ranks, malformed, refuse_missing
 from regtopk.distributed.state.shards import copied, like, local, shapes_of
@@ -40,7 +41,7 @@ from regtopk.distributed.transport.collectives import as_bytes
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import describe_outer, names_in, weighted_mean
 from regtopk.errors import StateError
-from regtopk.rounds import LocalRounds, Rounds
+from regtopk.rounds import LocalRounds, Rounds, clip_scales, norm_of
 
 _TIMES = ("delay", "fragments")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
@@ -107,7 +108,7 @@ def loaded(
         is_same = saved["weights"] == weights and not saved.get("lost")
         refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
         if not is_same:
-            saved = _at_a_rounds_end(saved, model)
+            saved = _at_a_rounds_end(saved, model, rounds)
         mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved, rounds)
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
         if len(saved["weights"]) != len(weights):  # on another number of ranks it may be any
@@ -123,19 +124,16 @@ def common(new: LoadedModel, rounds: Rounds) -> dict[str, Any]:
         is_tensor = isinstance(leaf, Tensor)
         part: Any = as_bytes(leaf.cpu().flatten()).numpy() if is_tensor else repr(leaf).encode()
         checksum = crc32(part, checksum)
-    place = not new.parameters, sorted(new.sent), list(new.skipped)
-    are_equal = not rounds.by_worker  # else ranks stand elsewhere in the same round
-    return {
-        "num_steps": new.num_steps if are_equal else rounds.num_sent(new.num_steps),
-        "place in a round": place if are_equal else "any",
+    return {  # ranks may stand elsewhere in the same round
+        "number of exchanges": rounds.num_sent(new.num_steps),
         "theta_start and outer state (a checksum)": checksum,
     }
 
 
-def _at_a_rounds_end(saved: dict[str, Any], model: LocalModel) -> dict[str, Any]:
+def _at_a_rounds_end(saved: dict[str, Any], model: LocalModel, rounds: Rounds) -> dict[str, Any]:
     """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost.
 
-    Where weights are by tokens, what is added is scaled by them, as when it is sent.
+    What is added is scaled by tokens and clipped as when it is sent.
     """
     workers = saved["workers"]
     if not any(worker["updates"][0]["parameters"] for worker in workers.values()):
@@ -145,22 +143,38 @@ def _at_a_rounds_end(saved: dict[str, Any], model: LocalModel) -> dict[str, Any]
             "the saved state must be from a round's end to be loaded on other ranks or with other weights, "
             "as the model is sharded: call finish() before you save"
         )
-    start, scales = saved["updates"]["start"], {n: dict[str, float]() for n in workers}
+    learned = {n: _learned(worker, saved["updates"]["start"]) for n, worker in workers.items()}
     tokens = {n: worker["updates"][0].get("tokens", ()) for n, worker in workers.items()}
-    for part, names in enumerate(model.fragments if all(tokens.values()) else ()):
-        counted = {n: max(0.0, theirs[part]) for n, theirs in tokens.items()}
-        if total := sum(counted.values()):
-            for n, own in counted.items():
-                scales[n] |= dict.fromkeys(names, len(workers) * own / total)
-    return {**saved, "workers": {n: _ended(worker, start, scales[n]) for n, worker in workers.items()}}
+    weights = torch.tensor([saved["weights"][int(n)] for n in workers])
+    for part, names in enumerate(model.fragments):
+        counted = torch.tensor([max(0.0, theirs[part]) for theirs in tokens.values() if theirs])
+        scales = torch.ones(len(workers), dtype=torch.float64)
+        if len(counted) == len(workers) and counted.any():
+            scales *= len(workers) * counted / counted.sum()
+        if rounds.clip_norm is not None:
+            norms = [
+                norm_of([own[name] for name in names if own] or [weights[:0]]) for own in learned.values()
+            ]
+            scales *= clip_scales(torch.stack(norms), weights * scales, rounds.clip_norm)
+        for own, scale in zip(learned.values(), scales.tolist(), strict=True):
+            own |= {name: own[name] * scale for name in names if own}
+    return {**saved, "workers": {n: _ended(worker, learned[n]) for n, worker in workers.items()}}
 
 
-def _ended(worker: dict[str, Any], start: dict[str, Tensor], scales: dict[str, float]) -> dict[str, Any]:
+def _learned(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a rank has learned since its round began, in float64; nothing if that is taken back."""
     (mine,) = worker["updates"]
-    if not mine["parameters"]:  # it is at theta_start, though others are not
-        return worker
     is_spoiled = not all(bool(torch.isfinite(own).all()) for own in mine["parameters"].values())
-    if is_spoiled or any(mine["skipped"]):  # what it has learned is taken back
+    if is_spoiled or any(mine["skipped"]):
+        return {}
+    return {
+        name: mine["sent"].get(name, start[name]).to(own.dtype).double() - own.double()  # as it began
+        for name, own in mine["parameters"].items()
+    }
+
+
+def _ended(worker: dict[str, Any], learned: dict[str, Tensor]) -> dict[str, Any]:
+    if not learned:
         return worker
     entries = {}
     for name, parts in worker["entries"].items():
@@ -169,10 +183,8 @@ def _ended(worker: dict[str, Any], start: dict[str, Tensor], scales: dict[str, f
                 f"the saved state must be from a round's end, or after finish(): {name!r} has no residual to "
                 "take up what was learned since, and the ranks or their weights have changed"
             )
-        own, residual = mine["parameters"][name], parts["residual"]
-        before = mine["sent"].get(name, start[name]).to(own.dtype)  # as the round began, rounded
-        learned = (before.to(residual) - own.to(residual)) * scales.get(name, 1.0)
-        entries[name] = {**parts, "residual": residual + learned}
+        residual = parts["residual"]
+        entries[name] = {**parts, "residual": residual + learned[name].to(residual)}
     return {**worker, "entries": entries}
 
 
@@ -257,6 +269,10 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     check_integer("num_steps", new.num_steps, at_least=0, at_most=MOST_STEPS)
     for is_skipped in new.skipped:
         true_or_false("skipped", is_skipped)
+    if len(new.tokens) not in (0, rounds.fragments):
+        raise StateError(f"tokens must be counted of {rounds.fragments} fragments, got {len(new.tokens)}")
+    for counted in new.tokens:
+        check_number("tokens", counted, "finite and >= -1", lambda x: -1 <= x < math.inf)
     _check_optimizer(model.inner.param_groups, new.optimizer)
     if model.outer is not None:
         _check_optimizer(model.outer.param_groups, new.outer_state)
