@@ -153,7 +153,7 @@ def test_a_model_that_is_read_inside_a_round_is_told_of_once(tmp_path: Path) -> 
         train(net, optimizer, range(2, 3))
         with exchange.agreed():
             net.state_dict()
-        checkpoints.save(3, model=net, exchange=exchange)
+        checkpoints.save(3, exchange=exchange, model=net)
         checkpoints.load(model=net, exchange=exchange)
         for copy in (deepcopy(net), pickle.loads(pickle.dumps(net))):
             copy.state_dict()

@@ -27,8 +27,10 @@ def prepared() -> tuple[Any, Any, Any]:
 def test_one_process_saves_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert newest_checkpoint(tmp_path) is None
     accelerator, model, optimizer = prepared()
-    exchange: Any = attach(accelerator, model, optimizer, TOPK, exchange="updates", every=2)
+    options: dict[str, Any] = {"every": 2, "weight": "tokens"}
+    exchange: Any = attach(accelerator, model, optimizer, TOPK, exchange="updates", **options)
     assert "there is one process: nothing is exchanged" in caplog.text
+    exchange.count(8)
     for number in (8, 10):
         accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))
     saved = model.weight.clone()

@@ -86,6 +86,8 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
         ("regtopp", r"algorithm must be one of .*got 'regtopp' \(did you mean 'regtopk'\?\)"),
         ("regtopk:nu=2", r"option of regtopk must be one of .*got 'nu' \(did you mean 'mu'\?\)"),
         ("adaptive:nu=2", r"option of regtopk must be .*got 'nu' \(did you mean 'mu'\?\)"),
+        ("topk:exchange=updates:by_worker=3", "option of topk must be one of .*got 'by_worker'"),
+        ("topk:exchange=updates:every=4/²", "every must be an integer of at least 1, got '4/²'"),
         ("topk:4bit", r"method must be NAME\[:OPTION=VALUE\]..., got 'topk:4bit'"),
         ("topk:score=regtopk", "score must be 'regtopk', of an algorithm that takes one"),
         ("topk:lr=fast", "lr must be positive and finite, got 'fast'"),
