@@ -7,9 +7,9 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 # Three jobs more than there are cores, because tests with several processes wait at times.
 KERNELS := tests/kernels tests/slow_network
 # Real ranks are in two parts, which have all that forks processes with torch in them, and what else is long.
-FIRST_RANKS := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
-OTHER_RANKS := tests/integrations tests/lab/plan/test_costs.py tests/lab/experiments/ranks tests/lab/test_launch.py \
-	tests/lab/experiments/compare
+RANKS_1 := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
+BESIDE_1 := tests/integrations tests/lab/experiments/compare tests/lab/experiments/ranks tests/lab/test_launch.py
+BESIDE_2 := tests/lab/plan tests/lab/report
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
@@ -42,13 +42,13 @@ test-kernels: .venv/.compiled
 test-distributed: test-ranks-1 test-ranks-2
 
 test-ranks-1: .venv/.compiled
-	.venv/bin/pytest $(FIRST_RANKS) $(OTHER_RANKS) $(LAUNCHED:%=--ignore=%)
+	.venv/bin/pytest $(RANKS_1) $(BESIDE_1) $(LAUNCHED:%=--ignore=%)
 
 test-ranks-2: .venv/.compiled
-	.venv/bin/pytest tests/distributed $(FIRST_RANKS:%=--ignore-glob='%')
+	.venv/bin/pytest tests/distributed $(RANKS_1:%=--ignore-glob='%') $(BESIDE_2)
 
 test-others: .venv/.compiled
-	.venv/bin/pytest $(patsubst %,--ignore=%,tests/distributed $(OTHER_RANKS) $(KERNELS))
+	.venv/bin/pytest $(patsubst %,--ignore=%,tests/distributed $(BESIDE_1) $(BESIDE_2) $(KERNELS))
 
 test-integrations: .venv/.compiled .venv/.integrations
 	.venv/bin/pytest tests/integrations

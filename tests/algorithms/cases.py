@@ -120,13 +120,13 @@ def with_codes(cases: list[Case]) -> list[tuple[Case, str]]:
 
 
 def with_codes_and_dtypes(cases: list[Case]) -> list[tuple[Case, str, torch.dtype]]:
-    """Each case with its codes in float32, and uncoded in the other dtypes: more pairs tell nothing new.
+    """Each case with its codes in float32; the first of an algorithm uncoded in the other dtypes, too.
 
     float16 is summed as bfloat16 is, so two algorithms stand for all.
     """
     coded = [(case, code, torch.float32) for case, code in with_codes(cases)]
-    other = [(case, "float32", torch.float64) for case in cases]
-    other += [(case, "float32", torch.bfloat16) for case in cases if case.is_first]
+    dtypes = (torch.float64, torch.bfloat16)
+    other = [(case, "float32", dtype) for case in cases if case.is_first for dtype in dtypes]
     return coded + other + [(case, "float32", torch.float16) for case in cases if case.codes == CODES]
 
 
