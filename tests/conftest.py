@@ -14,9 +14,9 @@ for _name in _OF_TERMINALS.split():
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm"  # not dumb: rich draws no progress bar there
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # torch's idle threads sleep: the suite's parts share the cores
+# The suite's parts share the cores: torch has one thread in each, and idle ones sleep.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if len(tempfile.gettempdir()) > 70:  # a socket's path is 103 at most, and multiprocessing adds about 32
     tempfile.tempdir = "/tmp"

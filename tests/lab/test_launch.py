@@ -1,14 +1,18 @@
 import os
-import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch.multiprocessing.spawn import start_processes
 
 from regtopk.errors import ClusterError
 from regtopk.lab.launch import launch
+from tests.distributed.ranks import fork_process
 from tests.lab import entries
 from tests.processes import ended
 
@@ -53,17 +57,36 @@ def test_ranks_listen_on_loopback_alone_and_end_when_nobody_listens() -> None:
     wait_until_gone([record["pid"] for record in heard])
 
 
+def launch_forked(pipe: Connection) -> None:
+    """Launch ranks that are forked from here, and tell their numbers."""
+
+    def fork_processes(*args: Any, **options: Any) -> Any:
+        return start_processes(*args, **{**options, "start_method": "fork"})
+
+    with patch("regtopk.lab.launch.start_processes", fork_processes):
+        for record in launch(entries.listen, 2, "hello"):
+            pipe.send(record["pid"])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("words", "how"), [(PLAN, signal.SIGTERM), ("train", signal.SIGKILL)])
-def test_a_command_that_is_killed_leaves_no_rank(tmp_path: Path, words: str, how: signal.Signals) -> None:
+def test_ranks_of_a_caller_that_is_killed_end() -> None:
+    caller, pipe = fork_process(launch_forked)
+    pids = [pipe.recv() for _ in range(2)]
+    caller.kill()
+    caller.join()
+    wait_until_gone(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sigterm_ends_the_ranks_of_a_command(tmp_path: Path) -> None:
     """These are spawned, as users' are."""
-    command = [sys.executable, "-m", "regtopk", *words.split(), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "regtopk", *PLAN.split(), "--out", str(tmp_path / "out")]
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     with ended(subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL, text=True)) as caller:
         children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children")
         while len(pids := [int(pid) for pid in children.read_text().split()]) < 3:  # two ranks and a tracker
             assert caller.poll() is None
             time.sleep(0.05)
-        caller.send_signal(how)
-        assert caller.wait(timeout=60) == (143 if how is signal.SIGTERM else -9)
+        caller.terminate()
+        assert caller.wait(timeout=60) == 143
     wait_until_gone(pids)
