@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk.core.clipping import clip_scales, norm_of
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import ClusterError
-from regtopk.rounds import clip_scales, norm_of
 
 
 class Scaling(NamedTuple):
-    """Whether updates are clipped (`rounds.clip_scales`), and whether tokens weigh them.
+    """Whether updates are clipped (`clip_scales`), and whether tokens weigh them.
 
     Tokens t_n scale an update by N t_n / T, and weights stay 1/N. With weights t_n / T that change from round
     to round, a residual would be sent by another weight than it was kept with, and sums not be conserved.

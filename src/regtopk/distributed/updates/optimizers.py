@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch.optim import Adagrad, Optimizer
 
 from regtopk.distributed.state.shards import local
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.errors import ArgumentError
+from regtopk.errors import ArgumentError, StateError
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
 
 
 def names_in(groups: list[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> list[list[str | None]]:
@@ -95,3 +97,51 @@ def weighted_mean(things: list[Any], weights: list[float]) -> Any:
     for weight, tensor in zip(weights, things, strict=True):
         total += weight / sum(weights) * tensor.double()
     return total.to(first.dtype)
+
+
+def check_saved(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Refuse the state of other groups, without a number that these have, or with moments that cannot be."""
+    numbers = iter(range(sum(len(group["params"]) for group in groups)))
+    expected = [list(islice(numbers, len(group["params"]))) for group in groups]
+    found = [list(group["params"]) for group in saved["param_groups"]]
+    if found != expected:
+        raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
+    for own, group in zip(groups, saved["param_groups"], strict=True):
+        for key, value in own.items():
+            other = group.get(key, None if key == "lr" else value)  # an older torch has fewer
+            if key != "params" and not _is_like(value, other):
+                rule = "a finite number" if _is_number(value) else f"like {value!r}"
+                raise StateError(f"{key} of the saved optimizer must be {rule}, got {other!r}")
+    parameters = dict(enumerate(p for group in groups for p in group["params"]))
+    if others := saved["state"].keys() - parameters.keys():
+        raise StateError(
+            f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
+        )
+    for number, state in saved["state"].items():
+        shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
+        for key, tensor in state.items():
+            # a NaN in it is that of a step that is skipped, or will be
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor  # None: not made yet
+            if key in _MOMENTS and shape is not None and shape not in shapes:
+                rule = f"have its parameter's shape, {min(shapes)}"
+                raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
+            if key == "step" and not _is_number(tensor):
+                raise StateError(f"step of the saved optimizer must be a finite number, got {tensor!r}")
+
+
+def _is_like(value: Any, other: Any) -> bool:
+    """Whether an option can take the place of another."""
+    if isinstance(value, (tuple, list)):
+        is_list = isinstance(other, (tuple, list)) and len(other) == len(value)
+        return is_list and all(map(_is_like, value, other))
+    if value is None or isinstance(value, bool):
+        return other is None or isinstance(other, bool)
+    return _is_number(other) if _is_number(value) else type(other) is type(value)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite one, perhaps in a tensor."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_real and not (isinstance(value, Tensor) and value.numel() == 1):
+        return False
+    return bool(torch.isfinite(torch.as_tensor(value)))

@@ -23,7 +23,6 @@ Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -33,18 +32,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from regtopk.core.clipping import clip_scales, norm_of
 from regtopk.core.options import check_integer, check_number, true_or_false
 from regtopk.distributed.state.parameters import is_dtensor
 from regtopk.distributed.state.saved import MOST_STEPS, kept_ranks, malformed, refuse_missing
 from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.transport.collectives import as_bytes
 from regtopk.distributed.updates.model import LocalModel
-from regtopk.distributed.updates.optimizers import describe_outer, names_in, weighted_mean
+from regtopk.distributed.updates.optimizers import check_saved, describe_outer, names_in, weighted_mean
 from regtopk.errors import StateError
-from regtopk.rounds import LocalRounds, Rounds, clip_scales, norm_of
+from regtopk.rounds import LocalRounds, Rounds
 
 _TIMES = ("delay", "fragments")
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
 
 
 class LoadedModel(NamedTuple):
@@ -273,54 +272,6 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         raise StateError(f"tokens must be counted of {rounds.fragments} fragments, got {len(new.tokens)}")
     for counted in new.tokens:
         check_number("tokens", counted, "finite and >= -1", lambda x: -1 <= x < math.inf)
-    _check_optimizer(model.inner.param_groups, new.optimizer)
+    check_saved(model.inner.param_groups, new.optimizer)
     if model.outer is not None:
-        _check_optimizer(model.outer.param_groups, new.outer_state)
-
-
-def _check_optimizer(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-    """Refuse the state of other groups, without a number that these have, or with moments that cannot be."""
-    numbers = iter(range(sum(len(group["params"]) for group in groups)))
-    expected = [list(islice(numbers, len(group["params"]))) for group in groups]
-    found = [list(group["params"]) for group in saved["param_groups"]]
-    if found != expected:
-        raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
-    for own, group in zip(groups, saved["param_groups"], strict=True):
-        for key, value in own.items():
-            other = group.get(key, None if key == "lr" else value)  # an older torch has fewer
-            if key != "params" and not _is_like(value, other):
-                rule = "a finite number" if _is_number(value) else f"like {value!r}"
-                raise StateError(f"{key} of the saved optimizer must be {rule}, got {other!r}")
-    parameters = dict(enumerate(p for group in groups for p in group["params"]))
-    if others := saved["state"].keys() - parameters.keys():
-        raise StateError(
-            f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
-        )
-    for number, state in saved["state"].items():
-        shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
-        for key, tensor in state.items():
-            # a NaN in it is that of a step that is skipped, or will be
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor  # None: not made yet
-            if key in _MOMENTS and shape is not None and shape not in shapes:
-                rule = f"have its parameter's shape, {min(shapes)}"
-                raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
-            if key == "step" and not _is_number(tensor):
-                raise StateError(f"step of the saved optimizer must be a finite number, got {tensor!r}")
-
-
-def _is_like(value: Any, other: Any) -> bool:
-    """Whether an option can take the place of another."""
-    if isinstance(value, (tuple, list)):
-        is_list = isinstance(other, (tuple, list)) and len(other) == len(value)
-        return is_list and all(map(_is_like, value, other))
-    if value is None or isinstance(value, bool):
-        return other is None or isinstance(other, bool)
-    return _is_number(other) if _is_number(value) else type(other) is type(value)
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a finite one, perhaps in a tensor."""
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_real and not (isinstance(value, Tensor) and value.numel() == 1):
-        return False
-    return bool(torch.isfinite(torch.as_tensor(value)))
+        check_saved(model.outer.param_groups, new.outer_state)

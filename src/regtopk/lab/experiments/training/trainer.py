@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.clipping import clip_scales, norm_of
 from regtopk.core.link import Link
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layout
 from regtopk.lab.experiments.tasks.task import Task
 from regtopk.lab.experiments.training.optimizers import Descent, recipe_of
 from regtopk.lab.method import Method
-from regtopk.rounds import LocalRounds, RoundMaker, clip_scales, cut_evenly, norm_of
+from regtopk.rounds import LocalRounds, RoundMaker, cut_evenly
 from regtopk.simulate import Cluster
 
 Quality = dict[str, float | None]  # by the name of what was measured, such as "accuracy"
