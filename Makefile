@@ -14,9 +14,11 @@ JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
 # CI runs, has Accelerate and Lightning in one process. transformers and ray take half a gigabyte, and scripts that are
-# launched, killed and resumed take minutes: `make test-integrations` installs and runs all. A CI that has the time runs
-# it after `make test`.
+# launched, killed and resumed take minutes: `make test-integrations` installs and runs all, and the slow tests of
+# benchmarks. A CI that has the time runs it after `make test`.
 LAUNCHED := tests/integrations/test_killed.py
+SLOW := tests/slow_network/test_gpt.py::test_the_race \
+	tests/slow_network/test_namespaces.py::test_a_signal_removes_what_was_made
 
 .PHONY: demo docs test test-kernels test-others test-distributed test-ranks-1 test-ranks-2
 .PHONY: test-integrations test-flower lint format clean release-check
@@ -37,7 +39,7 @@ test: .venv/.installed
 		lint test-ranks-2 test-ranks-1 test-others test-kernels
 
 test-kernels: .venv/.compiled
-	.venv/bin/pytest $(KERNELS)
+	.venv/bin/pytest $(KERNELS) $(SLOW:%=--deselect=%)
 
 test-distributed: test-ranks-1 test-ranks-2
 
@@ -52,6 +54,7 @@ test-others: .venv/.compiled
 
 test-integrations: .venv/.compiled .venv/.integrations
 	.venv/bin/pytest tests/integrations
+	.venv/bin/pytest $(SLOW)
 
 # Flower's SuperLink and SuperNodes on loopback; a few minutes, because they start a process for every message.
 test-flower: .venv-flower/.installed
