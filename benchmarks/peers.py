@@ -5,19 +5,28 @@
 
 runs `regtopk compare gpt` with the rows of a table (docs/comparisons.md), and prints that command first. What
 stands behind the table's name is handed on. Started again, it goes on where it was stopped. `--rows A,B` runs
-some rows alone, and `--dry-run` none.
+some rows alone, and `--dry-run` none. `--at-once 4` runs four rows side by side, each in a process and a
+folder of its own, and then puts what has finished into the table's folder: small models leave a GPU idle.
 """
 
 import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
+from regtopk.lab.experiments.compare.search import SEARCH
+from regtopk.lab.runs import RunWriter, read_header, read_object, read_records, write_json
+
 SEARCH_RUNS = 8  # of every row
+NUM_EVALUATIONS = 6  # of every run
 LR = "0.001,0.002,0.004,0.008,0.016"  # of rows that name none
 UPDATES = "exchange=updates"
-LOCO = f"dense:{UPDATES}:every=8|16|32:outer=nesterov"
+LOCO = f"dense:{UPDATES}:every={{}}:outer=nesterov:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9"
+MULOCO = f"dense:{UPDATES}:every={{}}:outer=nesterov:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8"
 OURS = f"topk:value_code=2bit:{UPDATES}:optimizer=muon:every=2|4|8:fragments=every"
 RANKS = "optimizer=adamw|muon:weight_decay=0|0.1"
 LMO = "ef21:value_code=4bit:eta=0.05|0.1|0.3:optimizer=lmo:weight_decay=0|0.1"
@@ -36,19 +45,13 @@ ROWS = {
     "dense Muon": Row("dense:optimizer=muon:weight_decay=0.01|0.1"),
     "ours": Row(f"{OURS}:impute=0.1|0.15|0.35"),
     "ours with returned": Row(f"{OURS}:returned=0.02|0.03|0.045"),
-    "plain averaging": Row(f"dense:{UPDATES}:every=8|16|32:optimizer=adamw|muon"),
-    "DiLoCo": Row(f"{LOCO}:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9", "0.7, 0.9; every 30 to 500"),
-    "MuLoCo": Row(
-        f"{LOCO}:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8",
-        "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30",
-    ),
-    "DiLoCo in 4 bits": Row(
-        f"{LOCO}:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9:value_code=4bit:sum_code=4bit"
-    ),
+    "DiLoCo": Row(LOCO.format("8|16|32"), "0.7, 0.9; every 30 to 500"),
+    "MuLoCo": Row(MULOCO.format("8|16|32"), "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
+    "DiLoCo in 4 bits": Row(f"{LOCO.format('32|64')}:value_code=4bit:sum_code=4bit"),
     "MuLoCo in 4 bits": Row(
-        f"{LOCO}:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8:value_code=4bit:sum_code=4bit",
-        "4 bits, residual times 0.9",
+        f"{MULOCO.format('32|64')}:value_code=4bit:sum_code=4bit", "4 bits, residual times 0.9"
     ),
+    "MuLoCo in 2 bits": Row(f"{MULOCO.format('16|32')}:value_code=2bit:sum_code=2bit", "2 bits lose more"),
     "SparseLoCo": Row(
         f"sparseloco:value_code=2bit:{UPDATES}:every=2|4|8|16:decay=0.9|0.95|1",
         "every=15, decay=0.95, 2 bits",
@@ -99,8 +102,52 @@ def command_of(table: Table, names: tuple[str, ...], more: list[str]) -> list[st
     if "--steps 1530" in table.options:  # rounds of 30 steps, as in MuLoCo's own table
         rows = rows.replace("every=8|16|32", "every=30").replace("every=2|4|8:", "every=2|3|6:")
     fixed = f"--data enwik8 --tokens bytes --seeds 1-3 --lr {LR} --search-runs {SEARCH_RUNS} --resume"
+    fixed += f" --set num_evaluations={NUM_EVALUATIONS}"
     fixed += f" --received-bytes-per-step {table.received_bytes} --set precision=bfloat16 {table.options}"
     return ["compare", "gpt", *fixed.split(), "--algorithms", rows, *more]
+
+
+def run(command: Sequence[str], log: Path | None = None) -> int:
+    """A command of `regtopk`, printed first. What it says goes to a file if one is named."""
+    print(shlex.join(["regtopk", *command]), flush=True)
+    arguments = [sys.executable, "-m", "regtopk", *command]
+    if log is None:
+        return subprocess.run(arguments).returncode
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        return subprocess.run(arguments, stdout=file, stderr=subprocess.STDOUT).returncode
+
+
+def run_side_by_side(
+    table: Table, names: Sequence[str], out: Path, more: Sequence[str], *, at_once: int
+) -> int:
+    """Each row into a folder below `out`, then one folder of all that have finished."""
+    places = {name: out / "rows" / name.replace(" ", "-") for name in names}
+
+    def run_row(name: str) -> int:
+        command = command_of(table, (name,), [*more, "--out", str(places[name])])
+        return run(command, places[name].with_suffix(".log"))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        codes = dict(zip(names, pool.map(run_row, names), strict=True))
+    for name in (failed := [name for name in names if codes[name]]):
+        print(f"{name} ended with {codes[name]}: {places[name].with_suffix('.log')}", file=sys.stderr)
+    finished = [name for name in names if not codes[name]]
+    if not finished:
+        return 1
+    gather([places[name] for name in finished], out)
+    return run(command_of(table, tuple(finished), [*more, "--out", str(out)])) or bool(failed)
+
+
+def gather(rows: Sequence[Path], out: Path) -> None:
+    """Put the records and searches of several folders into one, which then can be resumed."""
+    searched = {}
+    with RunWriter(out, read_header(rows[0]), force=True) as writer:
+        for row in rows:
+            searched |= read_object(row / SEARCH)
+            for record in read_records(row):
+                writer.add(record)
+    write_json(out / SEARCH, searched)
 
 
 def main() -> int:
@@ -109,14 +156,20 @@ def main() -> int:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--rows", help="some of them, with commas between")
     parser.add_argument("--dry-run", action="store_true", help="print the command alone")
+    parser.add_argument("--at-once", type=int, default=1, help="how many rows run side by side")
+    parser.add_argument("--out", type=Path, required=True, help="where the table is kept")
     given, more = parser.parse_known_args()
     table = TABLES[given.table]
     names = tuple(given.rows.split(",")) if given.rows else table.rows
     if unknown := set(names) - set(table.rows):
         parser.error(f"rows must be of {', '.join(table.rows)}, got {', '.join(sorted(unknown))}")
-    command = command_of(table, names, more)
-    print(shlex.join(["regtopk", *command]), flush=True)
-    return 0 if given.dry_run else subprocess.run([sys.executable, "-m", "regtopk", *command]).returncode
+    if given.at_once > 1 and not given.dry_run:
+        return run_side_by_side(table, names, given.out, more, at_once=given.at_once)
+    command = command_of(table, names, [*more, "--out", str(given.out)])
+    if given.dry_run:
+        print(shlex.join(["regtopk", *command]))
+        return 0
+    return run(command)
 
 
 if __name__ == "__main__":
