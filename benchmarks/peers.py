@@ -16,18 +16,22 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import NamedTuple
 
 from regtopk.lab.experiments.compare.search import SEARCH
-from regtopk.lab.runs import RunWriter, read_header, read_object, read_records, write_json
+from regtopk.lab.runs import CONFIG, RunWriter, read_header, read_object, read_records, write_json
 
-SEARCH_RUNS = 8  # of every row
+SEARCH_RUNS = 12  # of every row
 NUM_EVALUATIONS = 6  # of every run
 LR = "0.001,0.002,0.004,0.008,0.016"  # of rows that name none
-UPDATES = "exchange=updates"
+PICKED = Path(__file__).parents[1] / "docs" / "results" / "enwik8-8"
+UPDATES, BF16 = "exchange=updates", ":value_code=bfloat16:sum_code=bfloat16"
 LOCO = f"dense:{UPDATES}:every={{}}:outer=nesterov:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9"
-MULOCO = f"dense:{UPDATES}:every={{}}:outer=nesterov:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8"
-OURS = f"topk:value_code=2bit:{UPDATES}:optimizer=muon:every=2|4|8:fragments=every"
+MULOCO = (
+    f"dense:{UPDATES}:every={{}}:outer=nesterov:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8"
+)
+OURS = f"topk:value_code=2bit:{UPDATES}:optimizer=muon:every=8|4:fragments=every:outer=nesterov:outer_lr=0.9"
 RANKS = "optimizer=adamw|muon:weight_decay=0|0.1"
 LMO = "ef21:value_code=4bit:eta=0.05|0.1|0.3:optimizer=lmo:weight_decay=0|0.1"
 DEMO_LR = "lr=0.00025|0.0005|0.001|0.002|0.004"
@@ -43,18 +47,21 @@ class Row(NamedTuple):
 ROWS = {
     "dense AdamW": Row("dense:weight_decay=0|0.1"),
     "dense Muon": Row("dense:optimizer=muon:weight_decay=0.01|0.1"),
-    "ours": Row(f"{OURS}:impute=0.1|0.15|0.35"),
-    "ours with returned": Row(f"{OURS}:returned=0.02|0.03|0.045"),
-    "DiLoCo": Row(LOCO.format("8|16|32"), "0.7, 0.9; every 30 to 500"),
-    "MuLoCo": Row(MULOCO.format("8|16|32"), "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
+    "ours": Row(f"{OURS}:impute=0.05|0.1|0.15:outer_momentum=0.1|0.2|0.4"),
+    "ours with returned": Row(f"{OURS}:returned=0.1|0.2|0.25:outer_momentum=0.2|0.3|0.4"),
+    "DiLoCo": Row(LOCO.format("8|16|32") + BF16, "0.7, 0.9; every 30 to 500"),
+    "MuLoCo": Row(MULOCO.format("8|16|32") + BF16, "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
     "DiLoCo in 4 bits": Row(f"{LOCO.format('32|64')}:value_code=4bit:sum_code=4bit"),
     "MuLoCo in 4 bits": Row(
         f"{MULOCO.format('32|64')}:value_code=4bit:sum_code=4bit", "4 bits, residual times 0.9"
     ),
     "MuLoCo in 2 bits": Row(f"{MULOCO.format('16|32')}:value_code=2bit:sum_code=2bit", "2 bits lose more"),
+    "streaming MuLoCo in 2 bits": Row(
+        f"{MULOCO.format('16|32')}:fragments=every:value_code=2bit:sum_code=2bit", "Streaming DiLoCo: 4 bits"
+    ),
     "SparseLoCo": Row(
-        f"sparseloco:value_code=2bit:{UPDATES}:every=2|4|8|16:decay=0.9|0.95|1",
-        "every=15, decay=0.95, 2 bits",
+        f"sparseloco:value_code=2bit:{UPDATES}:every=2|4|8|16:optimizer=muon|adamw:decay=0.9|0.95|1",
+        "AdamW, every=15, decay=0.95, 2 bits",
     ),
     "SparseLoCo as published": Row(
         f"sparseloco:density=0.03125:{UPDATES}:every=8|16|32:decay=0.9|0.95|1", "128 or 64 of 4,096"
@@ -71,36 +78,55 @@ ROWS = {
     "EF21-Muon both ways": Row(f"{LMO}:returned=0.0025|0.005|0.01", "another way back"),
     **{f"PowerSGD of rank {r}": Row(f"powersgd:rank={r}:value_code=bfloat16:{RANKS}") for r in (1, 2, 4)},
 }  # fmt: skip
-BODIES = ("dense AdamW", "dense Muon", "DiLoCo", "MuLoCo")
+BODIES = ("dense AdamW", "dense Muon", "DiLoCo", "MuLoCo", "ours with returned")
 
 
 class Table(NamedTuple):
     """Rows that are run alike, on enwik8."""
 
-    rows: tuple[str, ...]
     received_bytes: int  # per worker and step, of the rows whose density is open: 1/100 of a ring of bfloat16
     options: str = ""
-
-
-def _rows_for(ours: str) -> tuple[str, ...]:
-    return tuple(name for name in ROWS if name == ours or not name.startswith("ours"))
+    rows: tuple[str, ...] = tuple(ROWS)
+    around: tuple[
+        float, ...
+    ] = ()  # of the lr picked for enwik8-8, with all else that was picked; (): a search
 
 
 GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --set batch_size=8 --steps 384"
 TABLES = {
-    "enwik8-8": Table(_rows_for("ours"), 168_000),
-    "enwik8-8-sorted": Table(_rows_for("ours"), 168_000, "--split sorted"),
-    "enwik8-32": Table(_rows_for("ours with returned"), 186_000, "--workers 32 --set batch_size=4"),
-    "gpt2-12x768": Table((*BODIES, "ours"), 4_330_000, GPT2),
-    "muloco-16": Table((*BODIES, "ours"), 180_000, "--workers 16 --set batch_size=8 --steps 1530"),
+    "enwik8-8": Table(168_000),
+    "enwik8-8-sorted": Table(168_000, "--split sorted", around=(1,)),
+    "enwik8-32": Table(186_000, "--workers 32 --set batch_size=4", around=(0.5, 1, 2)),
+    "gpt2-12x768": Table(4_330_000, GPT2, BODIES),
+    "muloco-16": Table(180_000, "--workers 16 --set batch_size=8 --steps 1530", BODIES),
 }
 
 
-def command_of(table: Table, names: tuple[str, ...], more: list[str]) -> list[str]:
+def words_around(words: str, shares: Sequence[float], folder: Path = PICKED) -> str:
+    """A row's words with what was picked for it in a recorded table, and learning rates around that one's."""
+    found = [record["search"]["picked"] for record in read_records(folder) if record["method"] == words]
+    if not found:
+        raise SystemExit(f"rows of this table must be recorded in {folder} first, got {words}")
+    picked = dict(found[-1])
+    lr = float(picked.pop("lr"))
+    parts = [part.split("=")[0] for part in words.split(":")]
+    chosen = [
+        f"{k}={picked[k]}" if k in picked else part for k, part in zip(parts, words.split(":"), strict=True)
+    ]
+    return ":".join(
+        [
+            *(part for part in chosen if not part.startswith("lr=")),
+            f"lr={'|'.join(f'{share * lr:g}' for share in shares)}",
+        ]
+    )
+
+
+def command_of(table: Table, names: Sequence[str], more: Sequence[str]) -> list[str]:
     """The comparison that runs some rows of a table."""
-    rows = ",".join(ROWS[name].words for name in names)
+    words = [ROWS[name].words for name in names]
+    rows = ",".join(words_around(each, table.around) for each in words) if table.around else ",".join(words)
     if "--steps 1530" in table.options:  # rounds of 30 steps, as in MuLoCo's own table
-        rows = rows.replace("every=8|16|32", "every=30").replace("every=2|4|8:", "every=2|3|6:")
+        rows = rows.replace("every=8|16|32", "every=30").replace("every=8|4:", "every=6|3:")
     fixed = f"--data enwik8 --tokens bytes --seeds 1-3 --lr {LR} --search-runs {SEARCH_RUNS} --resume"
     fixed += f" --set num_evaluations={NUM_EVALUATIONS}"
     fixed += f" --received-bytes-per-step {table.received_bytes} --set precision=bfloat16 {table.options}"
@@ -121,11 +147,17 @@ def run(command: Sequence[str], log: Path | None = None) -> int:
 def run_side_by_side(
     table: Table, names: Sequence[str], out: Path, more: Sequence[str], *, at_once: int
 ) -> int:
-    """Each row into a folder below `out`, then one folder of all that have finished."""
+    """Each row into a folder below `out`, then one folder of all that have finished.
+
+    What `out` holds already is taken over.
+    """
     places = {name: out / "rows" / name.replace(" ", "-") for name in names}
+    for place in places.values():
+        if (out / CONFIG).exists() and not place.exists():
+            copytree(out, place, ignore=ignore_patterns("rows"))
 
     def run_row(name: str) -> int:
-        command = command_of(table, (name,), [*more, "--out", str(places[name])])
+        command = command_of(table, [name], [*more, "--out", str(places[name])])
         return run(command, places[name].with_suffix(".log"))
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -136,12 +168,12 @@ def run_side_by_side(
     if not finished:
         return 1
     gather([places[name] for name in finished], out)
-    return run(command_of(table, tuple(finished), [*more, "--out", str(out)])) or bool(failed)
+    return run(command_of(table, finished, [*more, "--out", str(out)])) or bool(failed)
 
 
 def gather(rows: Sequence[Path], out: Path) -> None:
     """Put the records and searches of several folders into one, which then can be resumed."""
-    searched = {}
+    searched: dict[str, object] = {}
     with RunWriter(out, read_header(rows[0]), force=True) as writer:
         for row in rows:
             searched |= read_object(row / SEARCH)

@@ -20,6 +20,7 @@ from tools.records import ROOT
 BLOCK = re.compile(r"(<!-- made: ([\w-]+) ?(\d*) -->\n).*?<!-- end -->", re.DOTALL)
 NUMEL = 124_000_000  # of the model whose bytes are counted
 UPDATES = "exchange=updates"
+EDGE = "at the grid's edge"
 COUNTED = {  # as the page calls it: a method
     "`TopK(0.01, impute=0.35)`, every=2": f"topk:density=0.01:impute=0.35:{UPDATES}:every=2:fragments=2",
     "`TopK(0.01, returned=0.01)`, every=4": f"topk:density=0.01:returned=0.01:{UPDATES}:every=4:fragments=4",
@@ -44,6 +45,31 @@ def table_of(name: str, num_rows: int) -> str:
             shown.add(method)
             size, seeds = f"{row['payload per step']:,.0f}", row["seeds"]
             lines.append(line_of([f"`{method}`", row["lr"], size, _accuracy(row), seeds, _gain(row, base)]))
+    return "\n".join(lines[: 2 + num_rows]) + "\n"
+
+
+def losses_table(name: str, num_rows: int) -> str:
+    """One row per method of a text, best first: what was picked, bytes received, and the loss."""
+    names = {row.words: called for called, row in peers.ROWS.items()}
+    headings = [
+        "row",
+        "picked",
+        "received per step",
+        "bfloat16 ring / received",
+        "bits per byte",
+        "nats per token",
+    ]
+    lines = [line_of(headings), "|---|---|---:|---:|---:|---:|"]
+    for row in sorted(_table(name), key=lambda row: row["test_loss"]):
+        called, less = names.get(row["measure"], f"`{row['measure']}`"), row["bfloat16 ring / received"]
+        loss = f"{row['test_loss']:.4f}" + (f" ± {row['± std']:.4f}" if row["± std"] is not None else "")
+        edge = f"; at the edge: {row[EDGE]}" if row[EDGE] else ""
+        cells = (
+            called,
+            f"{row['picked']} ({row['search runs']} runs{edge})",
+            f"{row['received per step']:,.0f}",
+        )
+        lines.append(line_of([*cells, f"{less:.3g}", f"{row['bits per byte']:.3f}", loss]))
     return "\n".join(lines[: 2 + num_rows]) + "\n"
 
 
@@ -107,7 +133,7 @@ def with_tables(page: str) -> str:
         if name in OTHERS:
             made = OTHERS[name]()
         elif (ROOT / "docs" / "results" / name).exists():
-            made = table_of(name, num_rows)
+            made = (losses_table if "test_loss" in _table(name)[0] else table_of)(name, num_rows)
         else:
             return block[0]
         return f"{block[1]}\n{made}\n<!-- end -->"

@@ -9,7 +9,7 @@ from benchmarks import peers
 from regtopk.lab.experiments.compare.config import CompareConfig
 
 
-@pytest.mark.parametrize("name", peers.TABLES)
+@pytest.mark.parametrize("name", [name for name, table in peers.TABLES.items() if not table.around])
 def test_every_row_of_a_table_can_be_built_and_searched(name: str) -> None:
     table = peers.TABLES[name]
     command = peers.command_of(table, table.rows, ["--device", "cuda"])
@@ -27,13 +27,13 @@ def test_every_row_of_a_table_can_be_built_and_searched(name: str) -> None:
 
 def test_the_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
-        "sys.argv", ["peers", "enwik8-32", "--dry-run", "--out", "here", "--rows", "dense Muon"]
+        "sys.argv", ["peers", "enwik8-8", "--dry-run", "--out", "here", "--rows", "dense Muon"]
     )
     assert peers.main() == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[:3] == ["regtopk", "compare", "gpt"] and words[-2:] == ["--out", "here"]
     assert peers.ROWS["dense Muon"].words in words
-    monkeypatch.setattr("sys.argv", ["peers", "enwik8-32", "--rows", "ours"])
+    monkeypatch.setattr("sys.argv", ["peers", "enwik8-8", "--out", "here", "--rows", "mine"])
     with pytest.raises(SystemExit):
         peers.main()
-    assert "rows must be of dense AdamW, dense Muon, ours with returned," in capsys.readouterr().err
+    assert "rows must be of dense AdamW, dense Muon, ours, ours with returned," in capsys.readouterr().err
