@@ -68,8 +68,7 @@ class Engine:
         # rows without gaps, as a cluster's residuals are: selection reads both in the widest loads only if
         # they lie alike
         self._grads = torch.zeros(num_in_all, self.layout.numel, device=device)
-        grads = [self._grads] if is_stacked else list(self._grads)
-        self._grad_views = [list(self._weights.views(own).values()) for own in grads]
+        self._grad_views = [list(self._weights.views(own).values()) for own in self._grads]
         self._losses = torch.empty(num_in_all, device=device)
         num_streams = min(num_branches, num_in_all) if device.type == "cuda" else 0
         self._streams = [torch.cuda.Stream() for _ in range(num_streams)]
@@ -163,7 +162,9 @@ class Engine:
             loss = F.cross_entropy(scores.flatten(0, -2), y.flatten(), reduction="none")
             losses = loss.view(len(x), -1).mean(-1)
             grads = torch.autograd.grad(losses.sum(), list(network.parameters()))
-        torch._foreach_copy_(self._grad_views[0], list(grads))
+        torch.cat(
+            [grad.flatten(1).float() for grad in grads], 1, out=self._grads
+        )  # faster than copies into views
         self._losses.copy_(losses.detach())
 
     def _read(self, inputs: Tensor) -> Tensor:

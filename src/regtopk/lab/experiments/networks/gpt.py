@@ -4,12 +4,29 @@ Its parameters may be those of W models, (W, ...): the input then has a part for
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regtopk.lab.experiments.networks.norm import LayerNorm
+
+
+class LinearOfMany(torch.autograd.Function):
+    """weight x + bias of W models. Its gradient of the weights is in their order, which autograd's is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """From x (W, B, in), weight (W, out, in) and bias (W, out)."""
+        ctx.save_for_backward(x, weight)
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        """Of all three."""
+        x, weight = ctx.saved_tensors
+        return torch.bmm(grad, weight), torch.bmm(grad.mT, x), grad.sum(1)
 
 
 class Linear(nn.Linear):
@@ -19,7 +36,8 @@ class Linear(nn.Linear):
         """weight x + bias."""
         if self.weight.dim() == 2:
             return super().forward(x)
-        return torch.baddbmm(self.bias.unsqueeze(1), x.flatten(1, -2), self.weight.mT).view(*x.shape[:-1], -1)
+        out: Tensor = LinearOfMany.apply(x.flatten(1, -2), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], -1)
 
 
 class GptBlock(nn.Module):
