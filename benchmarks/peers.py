@@ -85,51 +85,49 @@ class Table(NamedTuple):
     """Rows that are run alike, on enwik8."""
 
     received_bytes: int  # per worker and step, of the rows whose density is open: 1/100 of a ring of bfloat16
-    options: str = ""
+    options: str
     rows: tuple[str, ...] = tuple(ROWS)
-    around: tuple[
+    lr_shares: tuple[
         float, ...
-    ] = ()  # of the lr picked for enwik8-8, with all else that was picked; (): a search
+    ] = ()  # times the lr picked for enwik8-8, beside all else picked; (): a search
+    every: int | None = None  # of DiLoCo and MuLoCo, instead of what was picked
 
 
 GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --set batch_size=8 --steps 384"
 TABLES = {
-    "enwik8-8": Table(168_000),
-    "enwik8-8-sorted": Table(168_000, "--split sorted", around=(1,)),
-    "enwik8-32": Table(186_000, "--workers 32 --set batch_size=4", around=(0.5, 1, 2)),
-    "gpt2-12x768": Table(4_330_000, GPT2, BODIES),
-    "muloco-16": Table(180_000, "--workers 16 --set batch_size=8 --steps 1530", BODIES),
+    "enwik8-8": Table(168_000, "--tokens bytes"),
+    "enwik8-8-sorted": Table(168_000, "--tokens bytes --split sorted", lr_shares=(1,)),
+    "enwik8-32": Table(186_000, "--tokens bytes --workers 32 --set batch_size=4", lr_shares=(0.5, 1, 2)),
+    "gpt2-12x768": Table(4_330_000, GPT2, BODIES, lr_shares=(0.25, 0.5, 1)),
+    "muloco-16": Table(
+        180_000, "--tokens bytes --workers 16 --set batch_size=8 --steps 1560", BODIES, (0.5, 1, 2), every=30
+    ),
 }
 
 
-def words_around(words: str, shares: Sequence[float], folder: Path = PICKED) -> str:
-    """A row's words with what was picked for it in a recorded table, and learning rates around that one's."""
+def words_for(table: Table, name: str, folder: Path = PICKED) -> str:
+    """A row's words: all that is searched, or what was picked in a recorded table, with learning rates."""
+    words = ROWS[name].words
+    if not table.lr_shares:
+        return words
     found = [record["search"]["picked"] for record in read_records(folder) if record["method"] == words]
     if not found:
-        raise SystemExit(f"rows of this table must be recorded in {folder} first, got {words}")
+        raise SystemExit(f"rows of this table must be recorded in {folder} first, got {name}")
     picked = dict(found[-1])
-    lr = float(picked.pop("lr"))
-    parts = [part.split("=")[0] for part in words.split(":")]
-    chosen = [
-        f"{k}={picked[k]}" if k in picked else part for k, part in zip(parts, words.split(":"), strict=True)
-    ]
-    return ":".join(
-        [
-            *(part for part in chosen if not part.startswith("lr=")),
-            f"lr={'|'.join(f'{share * lr:g}' for share in shares)}",
-        ]
-    )
+    lrs = [f"{share * float(picked['lr']):g}" for share in table.lr_shares]
+    if name in ("DiLoCo", "MuLoCo") and table.every:
+        picked["every"] = table.every
+    algorithm, *options = words.split(":")
+    kept = dict(option.split("=") for option in options) | picked | {"lr": "|".join(lrs)}
+    return ":".join([algorithm, *(f"{key}={value}" for key, value in kept.items())])
 
 
 def command_of(table: Table, names: Sequence[str], more: Sequence[str]) -> list[str]:
     """The comparison that runs some rows of a table."""
-    words = [ROWS[name].words for name in names]
-    rows = ",".join(words_around(each, table.around) for each in words) if table.around else ",".join(words)
-    if "--steps 1530" in table.options:  # rounds of 30 steps, as in MuLoCo's own table
-        rows = rows.replace("every=8|16|32", "every=30").replace("every=8|4:", "every=6|3:")
-    fixed = f"--data enwik8 --tokens bytes --seeds 1-3 --lr {LR} --search-runs {SEARCH_RUNS} --resume"
-    fixed += f" --set num_evaluations={NUM_EVALUATIONS}"
-    fixed += f" --received-bytes-per-step {table.received_bytes} --set precision=bfloat16 {table.options}"
+    rows = ",".join(words_for(table, name) for name in names)
+    fixed = f"--data enwik8 --seeds 1-3 --lr {LR} --search-runs {SEARCH_RUNS} --resume"
+    fixed += f" --set num_evaluations={NUM_EVALUATIONS} --set precision=bfloat16"
+    fixed += f" --received-bytes-per-step {table.received_bytes} {table.options}"
     return ["compare", "gpt", *fixed.split(), "--algorithms", rows, *more]
 
 

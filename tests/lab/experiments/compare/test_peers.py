@@ -1,17 +1,36 @@
 """The rows of the comparison on a real text: all can be built, and are searched alike."""
 
+import json
 import shlex
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from benchmarks import peers
 from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.compare.search import SEARCH
+from regtopk.lab.runs import RunWriter, read_object, read_records, write_json
 
 
-@pytest.mark.parametrize("name", [name for name, table in peers.TABLES.items() if not table.around])
-def test_every_row_of_a_table_can_be_built_and_searched(name: str) -> None:
-    table = peers.TABLES[name]
+@pytest.fixture(params=peers.TABLES)
+def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> peers.Table:
+    """With a record of what was picked: the first value of each list."""
+    records = []
+    for row in peers.ROWS.values():
+        picked = {"lr": 0.004, **_first_values(row.words)}
+        records.append(json.dumps({"method": row.words, "search": {"picked": picked}}))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(records) + "\n")
+    monkeypatch.setattr(peers.words_for, "__defaults__", (tmp_path,))
+    return peers.TABLES[request.param]
+
+
+def _first_values(words: str) -> dict[str, str]:
+    options = [option.split("=") for option in words.split(":")[1:]]
+    return {key: value.split("|")[0] for key, value in options if "|" in value}
+
+
+def test_every_row_of_a_table_can_be_built_and_searched(table: peers.Table) -> None:
     command = peers.command_of(table, table.rows, ["--device", "cuda"])
     told = dict(pairwise(command))
     config = CompareConfig(
@@ -22,7 +41,17 @@ def test_every_row_of_a_table_can_be_built_and_searched(name: str) -> None:
         algorithms=told["--algorithms"],
     )
     assert len(config.grids) == len(table.rows) and command[-2:] == ["--device", "cuda"]
-    assert all(len(grid.methods) >= 10 for grid in config.grids)
+    least = len(table.lr_shares) or peers.SEARCH_RUNS - 2  # dense has 10 points in all
+    assert all(len(grid.methods) >= least for grid in config.grids)
+
+
+def test_a_table_takes_what_another_picked(table: peers.Table) -> None:
+    words = peers.words_for(table, "MuLoCo")
+    if not table.lr_shares:
+        assert words == peers.ROWS["MuLoCo"].words
+    else:
+        assert f"every={table.every or 8}:" in words and "outer_lr=0.7:outer_momentum=0:" in words
+        assert words.endswith(f"lr={'|'.join(f'{0.004 * share:g}' for share in table.lr_shares)}")
 
 
 def test_the_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,3 +66,16 @@ def test_the_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit):
         peers.main()
     assert "rows must be of dense AdamW, dense Muon, ours, ours with returned," in capsys.readouterr().err
+
+
+def test_rows_that_ran_side_by_side_become_one_folder(tmp_path: Path) -> None:
+    header = {"title": "", "about": "", "command": "", "versions": {}}
+    for row, hardware in (("one", "a GPU"), ("other", None)):
+        with RunWriter(tmp_path / row, header) as writer:
+            for step in (1, 2):
+                writer.add({"method": row, "step": step, "hardware": hardware})
+        write_json(tmp_path / row / SEARCH, {row: {"final": 1.0}})
+    peers.gather([tmp_path / "one", tmp_path / "other"], tmp_path)
+    assert read_object(tmp_path / SEARCH).keys() == {"one", "other"}
+    kept = [(r["method"], r["step"], r.get("hardware")) for r in read_records(tmp_path)]
+    assert kept == [("one", 1, "a GPU"), ("one", 2, "a GPU"), ("other", 1, None), ("other", 2, None)]
