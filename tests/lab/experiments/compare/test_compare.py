@@ -71,14 +71,19 @@ def test_equal_bytes_are_equal(tmp_path: Path) -> None:
     assert density["randomk"] > density["consensus"] > density["topk"] > density["topk:value_code=float32"]
 
 
-def test_a_budget_that_is_not_used_up_is_told(tmp_path: Path) -> None:
-    words = "topk,topk:value_code=4bit"
+def test_a_budget_that_is_not_used_up_or_exceeded_is_told(tmp_path: Path) -> None:
+    words = "topk,topk:value_code=4bit,dense:value_code=float32"
     summary = compare(tmp_path, algorithms=words, received_bytes_per_step=30_000.0, num_steps=3)
-    (some, full) = summary["results"]
+    some, full, dense = summary["results"]
     assert some["density"] < full["density"] == 1
     assert summary["notes"] == [
         "topk:value_code=4bit leaves a part of the byte budget unused: density 1 moves "
         f"{full['received_bytes_per_step']:,.0f} of 30,000 bytes per step."
+    ]
+    assert dense["received_bytes_per_step"] < 30_000
+    less = compare(tmp_path / "less", algorithms=words, received_bytes_per_step=20_000.0, num_steps=3)
+    assert less["notes"][1:] == [
+        "These move more than the byte budget of 20,000, for they have no density: dense:value_code=float32."
     ]
 
 

@@ -21,6 +21,7 @@ LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
 BASES = {"topk": "from Top-k", "dense": "from dense"}  # columns, by what differences are taken from
 CERTAINTY = 0.95  # how often an interval holds the true mean
 
+BEYOND = 1.05  # of a budget: messages are not all of one length
 MOVED = ("payload", "sent", "received", "dense")  # whose bytes records hold
 
 Key = tuple[str, float | None]  # a method's label, and its density where several are compared
@@ -53,20 +54,29 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         "hardware": sorted({r["hardware"] for r in records}),
         "software": sorted({r["software"] for r in records}),
         "table": [_row(config, result) for result in best_first],
-        "notes": _unused_budgets(config, results),
+        "notes": _budget_notes(config, results),
     }
 
 
-def _unused_budgets(config: CompareConfig, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of methods that send every entry and still move fewer bytes than they may."""
+def _budget_notes(config: CompareConfig, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of methods that move fewer bytes than they may, though they send every entry, or more."""
+    if not config.is_at_equal_bytes:
+        return []
     budget = config.bytes_per_step or config.received_bytes_per_step
     given = f" of {budget:,.0f}" if budget else ""
-    return [
+    moved = {r["method"]: r[f"{config.budgeted}_per_step"] for r in results}
+    notes = [
         f"{r['method']} leaves a part of the byte budget unused: density 1 moves "
-        f"{r[f'{config.budgeted}_per_step']:,.0f}{given} bytes per step."
+        f"{moved[r['method']]:,.0f}{given} bytes per step."
         for r in results
-        if config.is_at_equal_bytes and r["density"] == 1
+        if r["density"] == 1
     ]
+    more = [method for method, num_bytes in moved.items() if budget and num_bytes > BEYOND * budget]
+    if more:
+        notes.append(
+            f"These move more than the byte budget{given}, for they have no density: {', '.join(more)}."
+        )
+    return notes
 
 
 def finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Key, Curves]:
