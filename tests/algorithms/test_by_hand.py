@@ -3,19 +3,7 @@
 import pytest
 import torch
 
-from regtopk import (
-    AdaComp,
-    Dense,
-    Dryden,
-    GlobalTopK,
-    GradientDropping,
-    HardThreshold,
-    MIPDStyle,
-    RandomK,
-    ScaleCom,
-    Strom,
-    TopK,
-)
+import regtopk
 from regtopk.algorithms.mipd_style import layer_budgets
 from regtopk.core import Layout, Peek, Worker
 from regtopk.core.random import random_subset
@@ -28,9 +16,9 @@ WIDE_NARROW = Layout.of_shapes([("wide", (4,), "other"), ("narrow", (2,), "other
 
 BY_HAND = [
     # 6/4 - 18/4, 4/4 + 12/4, 1/4 + 6/4
-    Steps(Dense(), [([[6, 4, 1], [-6, 4, 2]], [-3, 4, 1.75])], weights=[0.25, 0.75]),
+    Steps(regtopk.Dense(), [([[6, 4, 1], [-6, 4, 2]], [-3, 4, 1.75])], weights=[0.25, 0.75]),
     Steps(
-        TopK(k=1),
+        regtopk.TopK(k=1),
         [
             # both send entry 0: 6/2 - 6/2 = 0.                      e_0 = (0, 4, 1), e_1 = (0, 4, 2)
             ([[6, 4, 1], [-6, 4, 2]], [0, 0, 0]),
@@ -41,7 +29,7 @@ BY_HAND = [
         ],
     ),
     Steps(
-        GlobalTopK(k=1),
+        regtopk.GlobalTopK(k=1),
         [
             # a = (0, 4, 1.5): entry 1.                              e_0 = (6, 0, 1), e_1 = (-6, 0, 2)
             ([[6, 4, 1], [-6, 4, 2]], [0, 4, 0]),
@@ -52,18 +40,18 @@ BY_HAND = [
         ],
     ),
     Steps(
-        HardThreshold(k=4),  # lambda = 1 / (2 · 2) = 0.25.     e = (0, -0.125, 0, 0, 0)
+        regtopk.HardThreshold(k=4),  # lambda = 1 / (2 · 2) = 0.25.     e = (0, -0.125, 0, 0, 0)
         [
             ([[0.25, -0.125, 0.5, 0, -0.375]], [0.25, 0, 0.5, 0, -0.375]),
             ([[0, -0.125, 0.125, 0, 0]], [0, -0.25, 0, 0, 0]),
         ],
     ),
     Steps(
-        HardThreshold(threshold=2.0),
+        regtopk.HardThreshold(threshold=2.0),
         [([[2, -3, 1], [1, 1, 1]], [1, -1.5, 0]), ([[1, 1, 1], [1, 1, 1]], [1, 1, 2])],
     ),
     Steps(
-        ScaleCom(k=1),
+        regtopk.ScaleCom(k=1),
         [
             # worker 0 leads: entry 0.                          e_0 = (0, 4, 1), e_1 = (0, 2, 8)
             ([[6, 4, 1], [-4, 2, 8]], [(6 - 4) / 2, 0, 0]),
@@ -74,7 +62,7 @@ BY_HAND = [
         ],
     ),
     Steps(
-        ScaleCom(k=1, beta=0.25),
+        regtopk.ScaleCom(k=1, beta=0.25),
         [
             # entry 0: a - s * a = (0, 4, 1) and (0, 2, 8), of which a quarter is kept
             ([[6, 4, 1], [-4, 2, 8]], [1, 0, 0]),
@@ -85,7 +73,7 @@ BY_HAND = [
         residual=[[0, 0.75 * 1 + 0.25 * 1, 0.75 * 0.25], [0, 0.75 * 0.5 + 0.25 * 0.5, 0.75 * 2]],
     ),
     Steps(
-        Strom(tau=1.0),
+        regtopk.Strom(tau=1.0),
         [
             # worker 0 sends +1 for entry 0 and -1 for entry 2, worker 1 nothing.      e_0 = (1.5, -0.5, 0)
             ([[2.5, -0.5, -1], [0.25, 0.75, 0]], [0.5, 0, -0.5]),
@@ -95,7 +83,7 @@ BY_HAND = [
         residual=[[0.5, -0.25, 0], [0.25, 0, 0]],
     ),
     Steps(
-        Dryden(density=0.5),
+        regtopk.Dryden(density=0.5),
         [
             # half of 4 positives: 8, 4, of mean 6; half of 2 negatives: -6
             ([[8, 4, 1, 0.5, -6, -3, 0, 0]], [6, 6, 0, 0, -6, 0, 0, 0]),
@@ -106,9 +94,9 @@ BY_HAND = [
         residual=[[0.5, -2, -0.5, 0.5, 0, 0, 0, 0]],
     ),
     # worker 0: 1 of 2 positives, 1 of 2 negatives; worker 1: 2 of 4 positives, of mean 3; it has no negatives
-    Steps(Dryden(k=2), [([[4, 1, -1, -2], [1, 2, 1, 4]], [2, 1.5, 0, 0.5])]),
+    Steps(regtopk.Dryden(k=2), [([[4, 1, -1, -2], [1, 2, 1, 4]], [2, 1.5, 0, 0.5])]),
     Steps(
-        MIPDStyle(k=3, decay=0.5),
+        regtopk.MIPDStyle(k=3, decay=0.5),
         [
             # worker 0 sends 4 and -2 of the wide layer and 3 of the narrow one, worker 1 one and two
             ([[4, -2, 1, 1, 3, -1], [1, 3, 1, 1, -20, 10]], [2, 0.5, 0, 0, -8.5, 5]),
@@ -119,7 +107,7 @@ BY_HAND = [
         layout=WIDE_NARROW,
     ),
     Steps(
-        GradientDropping(density=0.25),
+        regtopk.GradientDropping(density=0.25),
         [
             # the sample is all of 8 entries; a quarter of them reaches 7.     e = (0, 0, 6, 5, ...)
             ([[8, -7, 6, 5, 0.5, 0.3, -0.2, 0.1]], [8, -7, 0, 0, 0, 0, 0, 0]),
@@ -128,7 +116,7 @@ BY_HAND = [
         ],
     ),
     Steps(
-        AdaComp(bin_conv=2, bin_other=3),
+        regtopk.AdaComp(bin_conv=2, bin_other=3),
         [
             # e = 0, so H = 2 a
             # conv: bins of maximum 4 and 2, |H| = 8, 2 and 4, 3: entries 0, 2, 3, of value (4 + 2) / 2
@@ -152,7 +140,7 @@ def test_by_hand(case: Steps) -> None:
 
 
 def test_an_oracle_that_is_refused_has_changed_nothing() -> None:
-    algorithm = GlobalTopK(k=1)
+    algorithm = regtopk.GlobalTopK(k=1)
     worker = Worker(torch.tensor(0.5), torch.tensor(0), 2, 0, Layout.anonymous(3))
     state = algorithm.init(worker)
     conversation = algorithm.exchange(torch.tensor([6.0, 4.0, 1.0]), state, worker)
@@ -162,13 +150,13 @@ def test_an_oracle_that_is_refused_has_changed_nothing() -> None:
 
 
 def test_a_worker_of_weight_zero_does_not_lead_scalecom() -> None:
-    cluster = Cluster(ScaleCom(k=1), num_workers=3, weights=[0.0, 0.5, 0.5])
+    cluster = Cluster(regtopk.ScaleCom(k=1), num_workers=3, weights=[0.0, 0.5, 0.5])
     grads = torch.tensor([[9.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 4.0]])
     assert [cluster.step(grads).argmax().item() for _ in range(3)] == [1, 2, 1]
 
 
 def test_only_the_leader_of_scalecom_sends_indices() -> None:
-    cluster = Cluster(ScaleCom(k=40), num_workers=2)
+    cluster = Cluster(regtopk.ScaleCom(k=40), num_workers=2)
     cluster.step(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)))
     leader, other = cluster.last_step.payload_bytes.tolist()
     # a frame, 40 fields of floor(log2(1000 / 40)) = 4 bits in 5 words, 40 + (999 >> 4) = 102 unary bits in 4
@@ -178,13 +166,13 @@ def test_only_the_leader_of_scalecom_sends_indices() -> None:
 
 
 def test_dryden_sends_at_least_one_of_either_sign_and_has_no_other_code() -> None:
-    cluster = Cluster(Dryden(density=0.02), num_workers=1)
+    cluster = Cluster(regtopk.Dryden(density=0.02), num_workers=1)
     assert float(cluster.step(torch.cat([torch.ones(99), -torch.ones(1)])[None])[99]) == -1.0
     assert cluster.last_step.num_entries.tolist() == [3]
     with pytest.raises(TypeError, match="value_code"):
-        Dryden(k=1, value_code="float32")  # type: ignore[call-arg]
+        regtopk.Dryden(k=1, value_code="float32")  # type: ignore[call-arg]
     with pytest.raises(ArgumentError, match="give exactly one of density and k"):
-        Dryden()
+        regtopk.Dryden()
 
 
 @pytest.mark.parametrize(
@@ -206,12 +194,12 @@ def test_budgets_of_layers_follow_the_mean_magnitude(
 
 def test_gradient_dropping_sends_about_k_and_no_zeros() -> None:
     """3200 of 200,000 entries are sampled, and 32 of these reach the threshold: 18 % off is one sigma."""
-    cluster = Cluster(GradientDropping(density=0.01), num_workers=4)
+    cluster = Cluster(regtopk.GradientDropping(density=0.01), num_workers=4)
     cluster.step(torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0)))
     num_sent = cluster.last_step.num_entries
     assert len(set(num_sent.tolist())) > 1 and 2000 not in num_sent  # a sample, not exactly k
     assert bool(((num_sent > 1000) & (num_sent < 4000)).all())
-    one = Cluster(GradientDropping(density=0.1), num_workers=1)
+    one = Cluster(regtopk.GradientDropping(density=0.1), num_workers=1)
     one.step(torch.eye(1000)[500:501])
     assert one.last_step.num_entries.tolist() == [1]
 
@@ -220,7 +208,7 @@ def test_bins_are_50_in_convolutions_and_500_elsewhere() -> None:
     layout = Layout.of_shapes([("conv", (100,), "conv"), ("linear", (100,), "linear")])
     grads = torch.full((1, 200), 0.1)
     grads[0, [0, 100]], grads[0, [50, 150]] = 10.0, 4.0
-    cluster = Cluster(AdaComp(), num_workers=1, layout=layout)
+    cluster = Cluster(regtopk.AdaComp(), num_workers=1, layout=layout)
     aggregate = cluster.step(grads)
     assert aggregate.nonzero().flatten().tolist() == [0, 50, 100]  # 2 · 4 does not reach 10 in one bin
 
@@ -228,7 +216,7 @@ def test_bins_are_50_in_convolutions_and_500_elsewhere() -> None:
 def test_randomk_by_hand() -> None:
     drawn = [int(random_subset(3, 1, 5, step)) for step in (0, 1)]
     assert drawn[0] != drawn[1]  # seed 5 is one where they differ
-    cluster = Cluster(RandomK(k=1, seed=5), num_workers=2)
+    cluster = Cluster(regtopk.RandomK(k=1, seed=5), num_workers=2)
     first = cluster.step(torch.tensor([[6.0, 4.0, 1.0], [-4.0, 4.0, 2.0]]))  # mean (1, 4, 1.5)
     second = cluster.step(torch.tensor([[1.0, 0.0, 3.0], [1.0, 2.0, 3.0]]))  # mean (1, 1, 3)
     assert first.tolist() == [value if entry == drawn[0] else 0 for entry, value in enumerate([1, 4, 1.5])]

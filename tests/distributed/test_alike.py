@@ -15,7 +15,7 @@ from regtopk.distributed.state.layout import into
 from regtopk.distributed.steps import alike
 from regtopk.distributed.steps.driver import as_rows
 from regtopk.distributed.steps.step import Steps
-from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.training import same, steps_of
 
 SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
@@ -69,33 +69,24 @@ def test_together_and_apart_are_the_same_bits(name: str) -> None:
     assert same(together, apart) and groups == ([] if name == "not alike" else ALIKE)
 
 
-def look_again() -> list[int]:
-    """How often buckets were looked at, after each of some steps."""
+@on_ranks(2)
+def test_groups_are_found_again_only_when_something_has_changed() -> None:
     steps, after = steps_of(regtopk.RegTopK(density=0.05), SIZES), []
     with patch.object(alike, "_kind_of", wraps=alike._kind_of) as looked:
         for names in ("abcde", "abcde", "abcde", "abcde", "abde", "abde"):
             make_step(steps, {name: torch.ones(SIZES[name]) for name in names})
             after.append(looked.call_count)
-    return after
+    first, second, third, fourth, fewer, again = after
+    assert 0 < first == second == third == fourth < fewer == again
 
 
-def test_groups_are_found_again_only_when_something_has_changed(two_ranks: Ranks) -> None:
-    for first, second, third, fourth, fewer, again in two_ranks.run(look_again):
-        assert 0 < first == second == third == fourth < fewer == again
-
-
-def keep_no_copy() -> list[tuple[bool, bool]]:
-    """Whether a step with these vectors is finite, and whether it keeps a copy of its state."""
-    steps, found = steps_of(regtopk.TopK(density=0.5), {"a": 4}), []
+@on_ranks(2)
+def test_a_step_that_is_skipped_copies_no_state() -> None:
+    steps = steps_of(regtopk.TopK(density=0.5), {"a": 4})
     for is_finite in (True, False):
         with steps.step(([torch.ones(4)], torch.tensor(is_finite)), can_be_taken_back=True) as step:
-            found.append((step.is_finite, steps.buckets.all[0].state_before is not None))
+            assert step.is_finite == is_finite == (steps.buckets.all[0].state_before is not None)
             step.take_back()
-    return found
-
-
-def test_a_step_that_is_skipped_copies_no_state(two_ranks: Ranks) -> None:
-    assert two_ranks.run(keep_no_copy) == [[(True, True), (False, False)]] * 2
 
 
 def live_bytes(steps: Steps) -> int:
@@ -112,29 +103,19 @@ def live_bytes(steps: Steps) -> int:
     return sum(storages.values())
 
 
-def memory() -> list[list[int]]:
-    """After steps in which all units, and then fewer and fewer of them, take part."""
-    found = []
-    for given in ({}, {"dense_steps": 2}):
-        steps = steps_of(regtopk.TopK(k=4), SIZES, **given)
-        after = []
-        for names in ("abcde", "abcde", "abcde", "acde", "ace", "abcde"):
-            grads = {name: torch.ones(SIZES[name]) for name in names}
-            make_step(steps, grads)
-            after.append(live_bytes(steps))
-        steps._forget()
-        found.append([*after, live_bytes(steps)])
-    return found
-
-
-def test_memory_does_not_grow(two_ranks: Ranks) -> None:
+@on_ranks(2)
+def test_memory_does_not_grow() -> None:
     """A residual and a sum for each entry; units that take part while others do not add their sums."""
     vectors, of_alike = 4 * sum(SIZES.values()), 3 * 4 * SIZES["a"]
-    for plain, first_dense in two_ranks.run(memory):
-        assert plain[:3] == [2 * vectors] * 3 and first_dense[2] == 2 * vectors
-        assert max(plain) <= 2 * vectors + of_alike
-        assert plain[5] == first_dense[5] == 2 * vectors
-        assert plain[6] == first_dense[6] == 2 * vectors - of_alike
+    for num_dense in (0, 2):
+        steps, after = steps_of(regtopk.TopK(k=4), SIZES, dense_steps=num_dense), []
+        for names in ("abcde", "abcde", "abcde", "acde", "ace", "abcde"):
+            make_step(steps, {name: torch.ones(SIZES[name]) for name in names})
+            after.append(live_bytes(steps))
+        assert after[num_dense:3] == [2 * vectors] * (3 - num_dense) and after[5] == 2 * vectors
+        assert num_dense or max(after) <= 2 * vectors + of_alike
+        steps._forget()
+        assert live_bytes(steps) == 2 * vectors - of_alike
 
 
 def test_rows_that_follow_one_another_are_not_copied() -> None:

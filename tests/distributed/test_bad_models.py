@@ -16,17 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.errors import ClusterError
+from tests.distributed import training
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import (
-    algorithm_state,
-    closing,
-    ddp,
-    flat_gradients,
-    loss_of,
-    make_net,
-    refusal,
-    same,
-)
 
 TOPK = regtopk.TopK(density=0.1)
 
@@ -45,7 +36,7 @@ def test_models_that_differ(case: str) -> None:
     net = nn.Linear(3, 2) if dist.get_rank() == 0 else make()
     mine = "('bias', (2,), 'torch.float32')" if case == "number" else "('weight', (2, 3), 'torch.float32')"
     text = f"all ranks must have the same parameters, got {mine} on rank 0, {theirs} on rank 1"
-    assert refusal(lambda: regtopk.Exchange(net, TOPK)) == ("ClusterError", text)
+    assert training.refusal(lambda: regtopk.Exchange(net, TOPK)) == ("ClusterError", text)
 
 
 def sharded_in_place() -> nn.Module:
@@ -67,7 +58,7 @@ def on_a_mesh() -> list[tuple[str, nn.Parameter]]:
 
 
 def twice() -> list[tuple[str, nn.Parameter]]:
-    return [*make_net().named_parameters(), *make_net().named_parameters()]
+    return [*training.make_net().named_parameters(), *training.make_net().named_parameters()]
 
 
 P_OF_2 = nn.Parameter(torch.zeros(2))
@@ -82,7 +73,7 @@ UNSHARDED, FSDP = "ClusterError: the model must not be sharded by FSDP, got", "r
 ALL = "hand over the whole model, sharded by fully_shard (FSDP2), to regtopk.attach or regtopk.UpdateExchange"
 C, P, GIVEN = "ClusterError:", "ClusterError: parameter 'p' must", "ArgumentError: parameters must"
 MODELS: list[tuple[str, Callable[[], Any], str]] = [
-    ("attach", make_net, f"{NO_DDP} Net: {FIRST}"),
+    ("attach", training.make_net, f"{NO_DDP} Net: {FIRST}"),
     ("attach", lambda: "net", f"{NO_DDP} str: {FIRST}"),
     ("attach", sharded, f"{NO_DDP} FullyShardedDataParallel: {FIRST}"),
     ("SparseHookState", sharded_in_place, f"{NO_DDP} FSDPLinear: {FIRST}"),
@@ -94,10 +85,14 @@ MODELS: list[tuple[str, Callable[[], Any], str]] = [
         lambda: EMBEDDINGS,
         f"{C} module '1' must have sparse=False, got Embedding with sparse=True",
     ),
-    ("Exchange", ddp, f"{C} module must not be in DistributedDataParallel: use regtopk.attach for that"),
+    (
+        "Exchange",
+        training.ddp,
+        f"{C} module must not be in DistributedDataParallel: use regtopk.attach for that",
+    ),
     ("Exchange", lambda: parameter(torch.zeros(3) + 0j), f"{P} be real, got torch.complex64"),
     ("Exchange", lambda: parameter(NARROW), f"{P} have a dtype of 16 bits or more, got {NARROW.dtype}"),
-    ("Exchange", lambda: make_net().requires_grad_(False), f"{GIVEN} hold {NO_GRADIENT}"),
+    ("Exchange", lambda: training.make_net().requires_grad_(False), f"{GIVEN} hold {NO_GRADIENT}"),
     ("Exchange", lambda: [nn.Parameter(torch.arange(3), requires_grad=False)], f"{GIVEN} hold {NO_GRADIENT}"),
     ("Exchange", lambda: ["p"], f"{GIVEN} be a module, parameters or (name, parameter) pairs, got str"),
     ("Exchange", twice, f"{GIVEN} be given once each, got 'first.weight' again"),
@@ -111,42 +106,42 @@ MODELS: list[tuple[str, Callable[[], Any], str]] = [
 @on_ranks(2)
 def test_models(case: int) -> None:
     call, make, text = MODELS[case]
-    assert ": ".join(refusal(lambda: getattr(regtopk, call)(make(), TOPK))) == text
+    assert ": ".join(training.refusal(lambda: getattr(regtopk, call)(make(), TOPK))) == text
 
 
 @on_ranks(2)
 def test_a_model_too_large_for_raw32() -> None:
     net = nn.Linear(2**16, 2**16, device="meta")
-    refused = refusal(lambda: regtopk.Exchange(net, TOPK, index_code="raw32"))
+    refused = training.refusal(lambda: regtopk.Exchange(net, TOPK, index_code="raw32"))
     text = "numel must be in 0..4294967296 with index_code 'raw32', got 4295032832"
     assert refused == ("ArgumentError", text)
 
 
 @on_ranks(2)
 def test_attached_twice_or_beside_another_hook() -> None:
-    model = ddp()
-    with closing(regtopk.attach(model, TOPK)) as exchange:
-        refused = refusal(lambda: regtopk.attach(model, TOPK))
-        loss_of(model, 0).backward()  # the first still works
+    model = training.ddp()
+    with training.closing(regtopk.attach(model, TOPK)) as exchange:
+        refused = training.refusal(lambda: regtopk.attach(model, TOPK))
+        training.loss_of(model, 0).backward()  # the first still works
         assert exchange.num_steps == 1
-    model = ddp()
+    model = training.ddp()
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     text = (
         "attach must be called once, for a model without another communication hook (after detach(), wrap "
         "the network in a new DistributedDataParallel): "
     )
-    for kind, said in (refused, refusal(lambda: regtopk.attach(model, TOPK))):
+    for kind, said in (refused, training.refusal(lambda: regtopk.attach(model, TOPK))):
         assert kind == "ClusterError" and said.startswith(text)  # then torch's own words
-    loss_of(model, 0).backward()  # the other hook still works
-    assert flat_gradients(model).count_nonzero() == 3363
+    training.loss_of(model, 0).backward()  # the other hook still works
+    assert training.flat_gradients(model).count_nonzero() == 3363
 
 
 @on_ranks(2)
 def test_joining_early() -> None:
-    model = ddp()
+    model = training.ddp()
     exchange = regtopk.attach(model, TOPK)
     with pytest.raises(ClusterError) as refused, Join([model]):
-        loss_of(model, 0)
+        training.loss_of(model, 0)
     assert exchange.num_steps == 0
     assert str(refused.value) == (
         "the model must not be used within torch's Join: a rank without inputs answers DDP's own "
@@ -158,9 +153,9 @@ def test_joining_early() -> None:
 def test_ranks_outside_the_group() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 0:
-        regtopk.Exchange(make_net(), TOPK, process_group=group)
+        regtopk.Exchange(training.make_net(), TOPK, process_group=group)
         return
-    refused = refusal(lambda: regtopk.Exchange(make_net(), TOPK, process_group=group))
+    refused = training.refusal(lambda: regtopk.Exchange(training.make_net(), TOPK, process_group=group))
     text = f"this rank must be in the process group, got {group} on rank 1"
     assert refused == ("ClusterError", text)
 
@@ -168,7 +163,7 @@ def test_ranks_outside_the_group() -> None:
 def test_no_process_group() -> None:
     text = r"^torch.distributed must be initialised first: call init_process_group\(\)$"
     with pytest.raises(ClusterError, match=text):
-        regtopk.Exchange(make_net(), TOPK)
+        regtopk.Exchange(training.make_net(), TOPK)
 
 
 # What must not change once an exchange is made.
@@ -200,22 +195,22 @@ CHANGES = {
 @pytest.mark.parametrize("case", CHANGES)
 @on_ranks(2)
 def test_parameters_that_change(case: str, is_ddp: bool) -> None:
-    net = make_net()
+    net = training.make_net()
     net.first.bias.requires_grad_(False)
     model = DistributedDataParallel(net, find_unused_parameters=True) if is_ddp else net
-    with closing((regtopk.attach if is_ddp else regtopk.Exchange)(model, TOPK)) as exchange:
+    with training.closing((regtopk.attach if is_ddp else regtopk.Exchange)(model, TOPK)) as exchange:
 
         def make_step(number: int) -> None:
-            loss_of(model, number).backward()
+            training.loss_of(model, number).backward()
             if not is_ddp:
                 exchange.step()
 
         make_step(0)
-        before = algorithm_state(exchange)
+        before = training.algorithm_state(exchange)
         model.zero_grad()
         change(net, case)
-        assert refusal(lambda: make_step(1)) == ("ClusterError", CHANGES[case])
-        assert same(algorithm_state(exchange), before)
+        assert training.refusal(lambda: make_step(1)) == ("ClusterError", CHANGES[case])
+        assert training.same(training.algorithm_state(exchange), before)
 
 
 @on_ranks(2)
@@ -225,20 +220,20 @@ def test_sparse_gradients() -> None:
     at, values = torch.tensor([[1]]), torch.ones(1, 3)
     net.weight.grad = torch.sparse_coo_tensor(at, values, (5, 3), check_invariants=True)
     text = "gradient of 'weight' has a sparse layout, which is not supported"
-    assert refusal(exchange.step) == ("ClusterError", text) and net.weight.grad.is_sparse
+    assert training.refusal(exchange.step) == ("ClusterError", text) and net.weight.grad.is_sparse
 
 
 @on_ranks(2)
 def test_ranks_at_different_steps() -> None:
-    net = make_net()
+    net = training.make_net()
     exchange = regtopk.Exchange(net, TOPK)
     saved = []
     for step in range(2):
-        loss_of(net, step).backward()
+        training.loss_of(net, step).backward()
         exchange.step()
         saved.append(exchange.state_dict())
     exchange.load_state_dict(saved[1 - dist.get_rank()])
-    refused = refusal(exchange.step)
+    refused = training.refusal(exchange.step)
     exchange.load_state_dict(saved[0])
     exchange.step()  # nothing was lost: with the right file it goes on
     rule = "all ranks must exchange the same parameters at the same step"
@@ -251,12 +246,12 @@ def density_of_this_rank(step: int) -> float:
 
 @on_ranks(2)
 def test_ranks_that_select_different_numbers() -> None:
-    net = make_net()
+    net = training.make_net()
     exchange = regtopk.Exchange(net, regtopk.TopK(density=density_of_this_rank))
-    loss_of(net, 0).backward()
-    before = algorithm_state(exchange)
-    refused = refusal(exchange.step)
-    assert same(algorithm_state(exchange), before)
+    training.loss_of(net, 0).backward()
+    before = training.algorithm_state(exchange)
+    refused = training.refusal(exchange.step)
+    assert training.same(training.algorithm_state(exchange), before)
     rule = "all ranks must select equally many entries of every bucket"
     own = [336, 673][dist.get_rank()]
     text = f"{rule}, got 336 on rank 0, 673 on rank 1 in all; this rank [{own}]"

@@ -107,12 +107,6 @@ def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, kind: str, 
     assert steps_in(tmp_path / "run") == [6, 8]
 
 
-def test_restarts_keep_no_more_than_they_shall(two_ranks: Ranks, tmp_path: Path) -> None:
-    for _ in range(4):
-        two_ranks.run(start, "gradients", tmp_path, 2)
-    assert steps_in(tmp_path) == [6, 8]
-
-
 @pytest.mark.parametrize("kind", ["gradients", "updates"])
 def test_other_numbers_of_ranks(four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
     saved = four_ranks.run(start, kind, tmp_path, 4)

@@ -12,17 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import regtopk
 from regtopk.core.codes import full_message_bytes, segment_bytes
 from regtopk.core.traffic import all_reduce_bytes
+from tests.distributed import training
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import (
-    algorithm_state,
-    batch,
-    closing,
-    flat_gradients,
-    listening,
-    loss_of,
-    make_net,
-    same,
-)
 
 J = 3363
 COUNTS = ["payload_bytes", "sent_bytes", "received_bytes", "dense_bytes", "num_entries", "num_skipped"]
@@ -41,13 +32,13 @@ class Writer:
 
 @on_ranks(2)
 def test_counts_add_up() -> None:
-    model, writer = DistributedDataParallel(make_net()), Writer()
+    model, writer = DistributedDataParallel(training.make_net()), Writer()
     algorithm = regtopk.RegTopK(density=0.1)
-    with closing(regtopk.attach(model, algorithm, writer=writer)) as exchange:
+    with training.closing(regtopk.attach(model, algorithm, writer=writer)) as exchange:
         records = []
         for step in range(120):  # more than the clocks that are kept unread
             model.zero_grad()
-            loss_of(model, step % 5).backward()
+            training.loss_of(model, step % 5).backward()
             if step >= 110:
                 records.append(exchange.last_step)
         total = exchange.total
@@ -81,16 +72,16 @@ class FullDisk:
 def test_a_writer_that_fails_does_not_end_training() -> None:
     results = []
     for writer in (FullDisk(), None):
-        model = DistributedDataParallel(make_net())
+        model = DistributedDataParallel(training.make_net())
         algorithm = regtopk.RegTopK(density=0.1)
-        with closing(regtopk.attach(model, algorithm, writer=writer)) as exchange:
-            with listening() as said:
+        with training.closing(regtopk.attach(model, algorithm, writer=writer)) as exchange:
+            with training.listening() as said:
                 for step in range(3):
-                    loss_of(model, step).backward()
-            results.append((flat_gradients(model), algorithm_state(exchange)))
+                    training.loss_of(model, step).backward()
+            results.append((training.flat_gradients(model), training.algorithm_state(exchange)))
         text = "the writer failed and gets no more numbers: OSError: no space left on device"
         assert writer is None or (writer.num_calls == 1 and said == [text])
-    assert same(*results)
+    assert training.same(*results)
 
 
 def check_summary(text: str, total: Any) -> None:
@@ -117,10 +108,10 @@ def test_the_slow_rank_is_named() -> None:
     group = dist.new_group([1, 2, 3])
     if dist.get_rank() == 0:
         return
-    net = make_net()
+    net = training.make_net()
     exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), process_group=group)
     for _ in range(12):
-        net(batch(0)).sum().backward()
+        net(training.batch(0)).sum().backward()
         if dist.get_rank() == 2:  # 1 in its group
             time.sleep(0.1)
         exchange.step()
@@ -132,11 +123,11 @@ def test_the_slow_rank_is_named() -> None:
 @on_ranks(2)
 def test_one_rank_alone_sends_nothing() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
-    net = make_net()
-    with listening() as said:
+    net = training.make_net()
+    with training.listening() as said:
         exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), process_group=groups[dist.get_rank()])
     assert said == ["there is one rank: its gradients are sparsified, but no bytes are saved"]
-    net(batch(0)).sum().backward()
+    net(training.batch(0)).sum().backward()
     exchange.step()
     assert exchange.total.sent_bytes == exchange.total.received_bytes == exchange.total.dense_bytes == 0
     assert exchange.total.payload_bytes > 0 and "times as much" not in exchange.summary()

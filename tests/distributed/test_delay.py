@@ -13,21 +13,13 @@ from torch import Tensor, nn
 import regtopk
 from regtopk.errors import ClusterError
 from regtopk.rounds import Rounds, cut_evenly
+from tests.distributed import training
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_updates import TOPK, is_same_on_all_ranks, nesterov, train
-from tests.distributed.training import (
-    algorithm_state,
-    closing,
-    flat_parameters,
-    listening,
-    make_net,
-    refusal,
-    same,
-)
 
 
 def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, regtopk.UpdateExchange]:
-    net = make_net()
+    net = training.make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
     return net, optimizer, regtopk.UpdateExchange(net, optimizer, TOPK, **options)
 
@@ -64,14 +56,14 @@ def test_fragments_take_turns_and_none_is_left_out() -> None:
 def test_ranks_agree_while_they_differ() -> None:
     for options in ({"every": 4, "delay": 3}, {"every": 4, "delay": 1, "fragments": 4, "mix": 0.5}):
         net, optimizer, exchange = made(**options)
-        with closing(exchange):
+        with training.closing(exchange):
             train(net, optimizer, range(9))
-            own = flat_parameters(net)
+            own = training.flat_parameters(net)
             with exchange.agreed():
-                assert is_same_on_all_ranks(flat_parameters(net))
-            assert torch.equal(flat_parameters(net), own) and not is_same_on_all_ranks(own)
+                assert is_same_on_all_ranks(training.flat_parameters(net))
+            assert torch.equal(training.flat_parameters(net), own) and not is_same_on_all_ranks(own)
             exchange.finish()
-            assert is_same_on_all_ranks(flat_parameters(net))
+            assert is_same_on_all_ranks(training.flat_parameters(net))
 
 
 @on_ranks(2)
@@ -80,24 +72,24 @@ def test_resumed_with_a_round_under_way() -> None:
         options = {"every": every, "delay": delay, "fragments": fragments}
         net, optimizer, exchange = made(**options)
         saved = []
-        with closing(exchange):
+        with training.closing(exchange):
             for step in range(8):
                 train(net, optimizer, range(step, step + 1))
                 saved.append(exchange.state_dict())
             train(net, optimizer, range(8, 12))
-            end = flat_parameters(net), algorithm_state(exchange)
+            end = training.flat_parameters(net), training.algorithm_state(exchange)
         for step in (3, 4, 5, 6, 7):
             net, optimizer, exchange = made(**options)
-            with closing(exchange):
+            with training.closing(exchange):
                 exchange.load_state_dict(saved[step])
                 train(net, optimizer, range(step + 1, 12))
-                assert same((flat_parameters(net), algorithm_state(exchange)), end)
+                assert training.same((training.flat_parameters(net), training.algorithm_state(exchange)), end)
 
 
 @on_ranks(2)
 def test_an_outer_learning_rate_may_change_while_a_round_is_under_way() -> None:
     net, optimizer, exchange = made(every=2, delay=1, outer=nesterov)
-    with closing(exchange):
+    with training.closing(exchange):
         assert exchange.outer is not None
         for step in range(8):
             train(net, optimizer, range(step, step + 1))
@@ -105,13 +97,13 @@ def test_an_outer_learning_rate_may_change_while_a_round_is_under_way() -> None:
                 exchange._maker.land_all()  # the other rank's round may not have been applied yet
             exchange.outer.param_groups[0]["lr"] = 0.7 / (step + 2)
         exchange.finish()
-    assert is_same_on_all_ranks(flat_parameters(net))
+    assert is_same_on_all_ranks(training.flat_parameters(net))
 
 
 @on_ranks(2)
 def test_inside_agreed_nothing_else_is_done() -> None:
     net, optimizer, exchange = made(every=4, delay=3)
-    with closing(exchange):
+    with training.closing(exchange):
         train(net, optimizer, range(5))
         load = partial(exchange.load_state_dict, exchange.state_dict())
         calls: dict[str, Any] = {"state_dict": exchange.state_dict, "load_state_dict": load}
@@ -119,13 +111,13 @@ def test_inside_agreed_nothing_else_is_done() -> None:
         with exchange.agreed():
             for name, call in calls.items():
                 why = "must not be called inside agreed(): the model is not the rank's own"
-                assert refusal(call)[1] == f"{name}() {why}"
+                assert training.refusal(call)[1] == f"{name}() {why}"
 
 
 @on_ranks(2)
 def test_a_nan_that_is_saved_under_way_is_skipped_after_the_load() -> None:
     net, optimizer, exchange = made(every=4, delay=3)
-    with closing(exchange):
+    with training.closing(exchange):
         train(net, optimizer, range(3))
         if dist.get_rank() == 1:
             with torch.no_grad():
@@ -133,19 +125,19 @@ def test_a_nan_that_is_saved_under_way_is_skipped_after_the_load() -> None:
         train(net, optimizer, range(3, 5))  # it is sent
         saved = exchange.state_dict()
     net, optimizer, exchange = made(every=4, delay=3)
-    with closing(exchange):
+    with training.closing(exchange):
         exchange.load_state_dict(saved)
         train(net, optimizer, range(5, 12))
         exchange.finish()
-        assert exchange.num_rounds >= 1 and bool(torch.isfinite(flat_parameters(net)).all())
-        assert is_same_on_all_ranks(flat_parameters(net))
+        assert exchange.num_rounds >= 1 and bool(torch.isfinite(training.flat_parameters(net)).all())
+        assert is_same_on_all_ranks(training.flat_parameters(net))
 
 
 @on_ranks(2)
 def test_close_waits_for_what_is_under_way() -> None:
     net, optimizer, exchange = made(every=4, fragments=4, delay=3)
     train(net, optimizer, range(3))
-    with listening() as said:
+    with training.listening() as said:
         exchange.close()
     assert not said
 
@@ -154,7 +146,7 @@ def test_close_waits_for_what_is_under_way() -> None:
 def test_a_nan_takes_all_parts_back() -> None:
     for options in ({"every": 4, "delay": 2}, {"every": 4, "delay": 3, "fragments": 3}):
         net, optimizer, exchange = made(**options)
-        with closing(exchange):
+        with training.closing(exchange):
             train(net, optimizer, range(5))
             if dist.get_rank() == 1:
                 with torch.no_grad():
@@ -162,8 +154,8 @@ def test_a_nan_takes_all_parts_back() -> None:
             train(net, optimizer, range(5, 17))
             assert exchange.total.num_skipped >= 1
             exchange.finish()
-            assert bool(torch.isfinite(flat_parameters(net)).all())
-            assert is_same_on_all_ranks(flat_parameters(net))
+            assert bool(torch.isfinite(training.flat_parameters(net)).all())
+            assert is_same_on_all_ranks(training.flat_parameters(net))
 
 
 def test_a_failure_under_way_is_raised_by_the_next_steps(new_ranks: Ranks) -> None:
@@ -176,8 +168,8 @@ def fail_under_way() -> str:
     train(net, optimizer, range(7))
     exchange._maker.land_all()
     exchange._steps.rank.collectives.all_gather = _fail  # type: ignore[assignment]
-    said = refusal(lambda: train(net, optimizer, range(7, 12)))
-    assert refusal(exchange.state_dict)[0] == "ClusterError"
+    said = training.refusal(lambda: train(net, optimizer, range(7, 12)))
+    assert training.refusal(exchange.state_dict)[0] == "ClusterError"
     return said[1]
 
 

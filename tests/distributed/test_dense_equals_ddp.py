@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_updates import is_same_on_all_ranks
 from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, make_net
 
 NUM_STEPS = 6
@@ -74,26 +75,22 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks_are_bit_identical(two_ranks: Ranks, case: Case) -> None:
-    for plain, hooked in two_ranks.run(train_both, case):
-        assert torch.equal(plain, hooked)
+@on_ranks(2)
+def test_two_ranks_are_bit_identical(case: Case) -> None:
+    assert torch.equal(train(case, is_hooked=False), train(case, is_hooked=True))
 
 
 @pytest.mark.parametrize("name", ["several buckets", "unused every third step", "accumulation with no_sync"])
-def test_four_ranks_agree_up_to_the_order_of_addition(four_ranks: Ranks, name: str) -> None:
+@on_ranks(4)
+def test_four_ranks_agree_up_to_the_order_of_addition(name: str) -> None:
     (case,) = [case for case in CASES if case.name == name]
-    results = four_ranks.run(train_both, case)
-    for plain, hooked in results:
-        assert torch.equal(hooked, results[0][1])  # all ranks hold the same model
-        torch.testing.assert_close(hooked, plain, rtol=0, atol=TOLERANCE[case.dtype])
-
-
-def train_both(case: Case) -> tuple[Tensor, Tensor]:
-    """The parameters after training without a hook and with ours."""
-    return train(case, is_hooked=False), train(case, is_hooked=True)
+    plain, hooked = train(case, is_hooked=False), train(case, is_hooked=True)
+    assert is_same_on_all_ranks(hooked)
+    torch.testing.assert_close(hooked, plain, rtol=0, atol=TOLERANCE[case.dtype])
 
 
 def train(case: Case, *, is_hooked: bool) -> Tensor:
+    """The parameters after training, without a hook or with ours."""
     net = make_net().to(case.dtype)
     for name, p in net.named_parameters():
         p.requires_grad_(name not in case.frozen)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks import failures
 from benchmarks.soak import soak
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 
 
 def test_a_killed_rank_comes_back_with_the_same_bits(
@@ -30,17 +30,14 @@ def test_ranks_killed_while_they_write_find_a_whole_state(
     assert len(found["starts"]) == 3
 
 
-def soak_twice(folder: Path) -> None:
+@on_ranks(2)
+def test_a_long_run_stays_as_it_was(tmp_path: Path) -> None:
     """The first run compiles kernels, which may open files that stay."""
-    soak(20, 10, folder / "first")
-    seen = soak(80, 10, folder / "second")
+    soak(20, 10, tmp_path / "first")
+    seen = soak(80, 10, tmp_path / "second")
     first, last = seen["looks"][1], seen["looks"][-1]  # with six checkpoints between them
     assert last["threads"] == first["threads"]
     assert last["files"] <= first["files"] + 2  # a file and its folder may be open to be written
     assert seen["are_parameters_equal"] and seen["law_error"] <= seen["law_bound"] < 1e-4
     dist.barrier()
     assert seen["checkpoints"] == ["step-0000000070", "step-0000000080"]
-
-
-def test_a_long_run_stays_as_it_was(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(soak_twice, tmp_path)

@@ -17,7 +17,7 @@ from regtopk.distributed.steps.agreement import Agreement
 from regtopk.errors import ClusterError
 from regtopk.lab.experiments.settings import threads_for
 from regtopk.simulate import Cluster
-from tests.distributed import test_updates
+from tests.distributed import test_updates, training
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import (
     GRIDS,
@@ -30,17 +30,6 @@ from tests.distributed.sharding import (
     whole_parameters,
 )
 from tests.distributed.test_updates import is_same_on_all_ranks
-from tests.distributed.training import (
-    Net,
-    batch,
-    flat_gradients,
-    flat_parameters,
-    listening,
-    loss_of,
-    make_net,
-    refusal,
-    same,
-)
 
 NUM_STEPS = 3
 LR = 0.5
@@ -68,21 +57,21 @@ def test_all_entries_equal_native_hsdp(shape: tuple[int, int]) -> None:
         assert is_same_on_all_ranks(attached)
 
 
-def checkpointed() -> Net:
-    net = make_net()
+def checkpointed() -> training.Net:
+    net = training.make_net()
     checkpoint(net.extra)
     return net
 
 
-def partly_frozen() -> Net:
-    net = make_net()
+def partly_frozen() -> training.Net:
+    net = training.make_net()
     net.extra.requires_grad_(False)
     net.last.bias.requires_grad_(False)
     return net
 
 
 def with_a_group(mesh: DeviceMesh) -> Any:
-    net = make_net()
+    net = training.make_net()
     fully_shard([net.first, net.extra], mesh=mesh)
     return fully_shard(net, mesh=mesh)
 
@@ -91,7 +80,7 @@ KINDS: dict[str, Callable[[DeviceMesh], Any]] = {
     "not resharded after forward": lambda mesh: sharded(mesh, reshard_after_forward=False),
     "activation checkpointing": lambda mesh: sharded(mesh, checkpointed()),
     "frozen parameters": lambda mesh: sharded(mesh, partly_frozen()),
-    "one unit": lambda mesh: fully_shard(make_net(), mesh=mesh),
+    "one unit": lambda mesh: fully_shard(training.make_net(), mesh=mesh),
     "a group of modules": with_a_group,
     "a unit used twice": used_twice,
 }
@@ -146,7 +135,7 @@ def train_attached(shape: tuple[int, int], algorithms: list[Algorithm[Any]]) -> 
 
 def train_by_hand(algorithm: Algorithm[Any], replicas: int, shards: int) -> Tensor:
     """One process computes what all ranks do: a simulated exchange for every part of every unit."""
-    net = make_net()
+    net = training.make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     units = [list(part.parameters()) for part in (net.first, net.extra, net.middle, net.last)]
     clusters = [[Cluster(algorithm, num_workers=replicas) for _ in range(shards)] for _ in units]
@@ -163,7 +152,7 @@ def train_by_hand(algorithm: Algorithm[Any], replicas: int, shards: int) -> Tens
             for p, *parts in zip(parameters, *pieces, strict=True):
                 p.grad = torch.cat(parts)[: p.numel()].view_as(p)
         optimizer.step()
-    return flat_parameters(net)
+    return training.flat_parameters(net)
 
 
 def mean_of_replica(net: nn.Module, step: int, replica: int, shards: int) -> Tensor:
@@ -171,8 +160,8 @@ def mean_of_replica(net: nn.Module, step: int, replica: int, shards: int) -> Ten
     total = torch.zeros(())
     for rank in range(replica * shards, (replica + 1) * shards):
         net.zero_grad()
-        net(batch(step, rank)).square().mean().backward()
-        total = total + flat_gradients(net)
+        net(training.batch(step, rank)).square().mean().backward()
+        total = total + training.flat_gradients(net)
     return total / shards
 
 
@@ -191,11 +180,11 @@ def padded_parts(grads: Tensor, p: Tensor, shards: int) -> Tensor:
 def test_accumulation_is_one_step_of_the_sum() -> None:
     (model, exchange), (other, _) = (attached(regtopk.TopK(density=0.2)) for _ in range(2))
     model.set_requires_gradient_sync(False)
-    loss_of(model, 0).backward()
+    training.loss_of(model, 0).backward()
     assert exchange.num_steps == 0 and exchange.total.sent_bytes == 0
     model.set_requires_gradient_sync(True)
-    loss_of(model, 1).backward()
-    (loss_of(other, 0) + loss_of(other, 1)).backward()
+    training.loss_of(model, 1).backward()
+    (training.loss_of(other, 0) + training.loss_of(other, 1)).backward()
     torch.testing.assert_close(whole_gradients(model), whole_gradients(other))
     assert exchange.num_steps == 1
 
@@ -204,16 +193,16 @@ def test_accumulation_is_one_step_of_the_sum() -> None:
 def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual() -> None:
     model, exchange = attached(regtopk.RegTopK(density=0.05))
     place = str(exchange.rank)
-    loss_of(model, 0).backward()
+    training.loss_of(model, 0).backward()
     with_extra, before = exchange.last_step.num_entries, exchange.state_dict()
-    loss_of(model, 1, with_extra=False).backward()
+    training.loss_of(model, 1, with_extra=False).backward()
     after = exchange.state_dict()
     assert exchange.num_steps == 2
     parts = [part for saved in (before, after) for part in saved["shards"].values()]
     entries = [part["workers"][place]["entries"] for part in parts]
     assert exchange.last_step.num_entries < with_extra
     for name in UNITS:
-        assert (name == "extra") == same(entries[0][name], entries[1][name])
+        assert (name == "extra") == training.same(entries[0][name], entries[1][name])
         assert entries[0][name]["residual"].any()
 
 
@@ -233,7 +222,7 @@ def test_a_unit_that_arrives_twice_in_a_backward(set_to_none: bool) -> None:
     for step in range(2):
         for net in (model, native):
             net.zero_grad(set_to_none)
-            loss_of(net, step).backward()
+            training.loss_of(net, step).backward()
     for p in native.middle.parameters():
         p.grad.to_local().add_(1.0)
     torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
@@ -253,12 +242,12 @@ def test_hooks_of_users_on_gradients() -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(twice_the_gradient)
     for net in (model, native):
-        loss_of(net, 0).backward()
+        training.loss_of(net, 0).backward()
     other, _ = attached(regtopk.Dense())
     other.middle.bias.register_post_accumulate_grad_hook(drop_the_gradient)
     # they come before the exchange, and see zeros
     torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
-    assert refusal(loss_of(other, 0).backward) == (
+    assert training.refusal(training.loss_of(other, 0).backward) == (
         "ClusterError",
         "gradients of FSDP unit 'middle' must not be removed before backward is over",
     )
@@ -279,7 +268,7 @@ def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
     exchange: Any = regtopk.attach(model, regtopk.TopK(density=1), process_group=mesh["replicate"])
     assert all(p.dtype == dtype for p in exchange._steps.parameters.named.values())
     for each in (model, native):
-        loss_of(each, 0).backward()
+        training.loss_of(each, 0).backward()
     ((_, saved),) = exchange.state_dict()["shards"].items()
     state = saved["workers"][str(exchange.rank)]["entries"]["extra"]
     assert state["residual"].dtype == torch.float32
@@ -296,11 +285,11 @@ def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
 @on_ranks(4)
 def test_detached_it_is_native_hsdp() -> None:
     (model, exchange), native = attached(regtopk.TopK(density=0.05)), sharded(grid(2, 2))
-    loss_of(model, 0).backward()
+    training.loss_of(model, 0).backward()
     exchange.detach()
     model.zero_grad()
     for each in (model, native):
-        loss_of(each, 1).backward()
+        training.loss_of(each, 1).backward()
     assert torch.equal(whole_gradients(model), whole_gradients(native))
     assert exchange.summary().endswith("the dense steps since are not counted here")
     regtopk.attach(model, regtopk.TopK(density=0.05), process_group=grid(2, 2)["replicate"])  # again
@@ -310,7 +299,7 @@ def test_detached_it_is_native_hsdp() -> None:
 def test_one_replica_sends_nothing_and_says_so() -> None:
     mesh = grid(1, 4)
     model = sharded(mesh["shard"])
-    with listening() as said:
+    with training.listening() as said:
         exchange = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
         train(model, range(2))
     assert said == ["there is one replica: its gradients are sparsified, but nothing is sent"]
@@ -321,8 +310,8 @@ def test_one_replica_sends_nothing_and_says_so() -> None:
 def test_gradients_are_zero_where_an_exchange_failed() -> None:
     model, exchange = attached(regtopk.TopK(density=0.1))
     with patch.object(Agreement, "hear", side_effect=ClusterError("ranks differ")):
-        found = refusal(loss_of(model, 0).backward)
+        found = training.refusal(training.loss_of(model, 0).backward)
     is_cleared = not whole_gradients(model).any()
     model.zero_grad()
-    loss_of(model, 1).backward()
+    training.loss_of(model, 1).backward()
     assert found == ("ClusterError", "ranks differ") and is_cleared and exchange.num_steps == 1

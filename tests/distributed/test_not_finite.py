@@ -11,20 +11,9 @@ from torch import Tensor, nn
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
+from tests.distributed import training
 from tests.distributed.conversations import RunningSum
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import (
-    SMALL_BUCKETS,
-    algorithm_state,
-    closing,
-    ddp,
-    flat_gradients,
-    flat_parameters,
-    listening,
-    loss_of,
-    make_net,
-    same,
-)
 
 ALGORITHM = regtopk.RegTopK(density=0.05)
 
@@ -38,29 +27,29 @@ def test_a_skipped_step_changes_nothing(layer: str, value: float) -> None:
 
 
 def train(layer: str, value: float, bad_steps: tuple[int, ...]) -> Tensor:
-    model = ddp(**SMALL_BUCKETS)
+    model = training.ddp(**training.SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with closing(regtopk.attach(model, ALGORITHM)) as exchange:
+    with training.closing(regtopk.attach(model, ALGORITHM)) as exchange:
         for step in range(8):
             if step in bad_steps:
-                before = algorithm_state(exchange)
+                before = training.algorithm_state(exchange)
                 backward(model, step, spoiled=layer, value=value)
-                assert same(algorithm_state(exchange), before)
-                assert not flat_gradients(model).isfinite().any()  # on every rank
+                assert training.same(training.algorithm_state(exchange), before)
+                assert not training.flat_gradients(model).isfinite().any()  # on every rank
                 assert exchange.last_step.num_skipped == 1
             optimizer.zero_grad()
             backward(model, step)
-            assert flat_gradients(model).isfinite().all()
+            assert training.flat_gradients(model).isfinite().all()
             assert exchange.last_step.num_skipped == 0
             optimizer.step()
         assert exchange.total.num_skipped == len(bad_steps) and exchange.num_steps == 8
         assert ("skipped" in exchange.summary()) == bool(bad_steps)
-    return flat_parameters(model)
+    return training.flat_parameters(model)
 
 
 def backward(model: nn.Module, step: int, spoiled: str | None = None, value: float = 0.0) -> None:
     """A backward in which rank 1 alone may get one bad entry in the gradient of a layer."""
-    with_spoiled_gradient(lambda: loss_of(model, step).backward(), model, spoiled, value)
+    with_spoiled_gradient(lambda: training.loss_of(model, step).backward(), model, spoiled, value)
 
 
 def with_spoiled_gradient(act: Callable[[], Any], model: nn.Module, layer: str | None, value: float) -> None:
@@ -81,18 +70,18 @@ def spoil(grad: Tensor, value: float) -> Tensor:
 
 @on_ranks(2)
 def test_exchange_without_ddp_skips_too() -> None:
-    net = make_net()
+    net = training.make_net()
     exchange = regtopk.Exchange(net, ALGORITHM)
-    loss_of(net, 0).backward()
+    training.loss_of(net, 0).backward()
     exchange.step()
-    before = algorithm_state(exchange)
-    loss_of(net, 1).backward()
+    before = training.algorithm_state(exchange)
+    training.loss_of(net, 1).backward()
     if dist.get_rank() == 1:
         net.first.weight.grad[0, 0] = math.inf  # type: ignore[index]
-    with listening() as said:
+    with training.listening() as said:
         exchange.step()
-        assert same(algorithm_state(exchange), before)
-        assert flat_gradients(net).isnan().all() and exchange.total.num_skipped == 1
+        assert training.same(training.algorithm_state(exchange), before)
+        assert training.flat_gradients(net).isnan().all() and exchange.total.num_skipped == 1
         exchange.step()  # NaN still: said once
     assert said == [
         "after step 1 a rank's gradients were not finite, so all ranks get NaN: look at "
@@ -111,32 +100,32 @@ def test_exchange_without_ddp_skips_too() -> None:
 @on_ranks(2)
 def test_loss_scales_do_not_mix_into_the_state(algorithm: Algorithm[Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    assert same(train_with(algorithm, scaler), train_with(algorithm, None))
+    assert training.same(train_with(algorithm, scaler), train_with(algorithm, None))
 
 
 def train_with(algorithm: Algorithm[Any], scaler: torch.amp.GradScaler | None) -> Any:
-    model = ddp(**SMALL_BUCKETS)
+    model = training.ddp(**training.SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales = set()
-    with closing(regtopk.attach(model, algorithm, grad_scaler=scaler)) as exchange:
+    with training.closing(regtopk.attach(model, algorithm, grad_scaler=scaler)) as exchange:
         for step in range(12):
             if scaler is None:
                 optimizer.zero_grad()
-                loss_of(model, step).backward()
+                training.loss_of(model, step).backward()
                 optimizer.step()
                 continue
             if step in (2, 9):  # an overflow on one rank: the scaler must see it on both, and back off
                 scale_before = scaler.get_scale()
                 optimizer.zero_grad()
-                loss = scaler.scale(loss_of(model, step))
+                loss = scaler.scale(training.loss_of(model, step))
                 with_spoiled_gradient(loss.backward, model, "first", math.inf)
                 scaler.step(optimizer)
                 scaler.update()
                 assert scaler.get_scale() == scale_before / 2
             optimizer.zero_grad()
-            scaler.scale(loss_of(model, step)).backward()
+            scaler.scale(training.loss_of(model, step)).backward()
             scaler.step(optimizer)
             scaler.update()
             scales.add(scaler.get_scale())
         assert scaler is None or len(scales) >= 3
-        return flat_parameters(model), algorithm_state(exchange)
+        return training.flat_parameters(model), training.algorithm_state(exchange)

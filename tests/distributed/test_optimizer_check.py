@@ -5,11 +5,12 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import regtopk
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.training import closing, ddp, listening, loss_of, make_net, refusal
 
 MESSAGE = (
@@ -41,14 +42,17 @@ def sgd(parameters: Any, momentum: float = 0.9) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
 
 
-def attach_with_momenta() -> list[Any]:
-    dgc = regtopk.DGC(density=0.1)
-    loud = [said_of(dgc, sgd), said_of(dgc, sgd, is_given=True), said_of(dgc, torch.optim.AdamW)]
+@on_ranks(2)
+def test_two_momenta_are_said_once_on_rank_0() -> None:
+    dgc, told = regtopk.DGC(density=0.1), [MESSAGE] * (dist.get_rank() == 0)
+    assert said_of(dgc, sgd) == said_of(dgc, sgd, is_given=True) == told
+    adam = said_of(dgc, torch.optim.AdamW)
+    assert len(adam) == len(told) and all("AdamW with betas=(0.9, 0.999)" in line for line in adam)
     for momentum in (0.9, 0.0):
         net = make_net()
         optimizer = sgd(net.parameters(), momentum)
         with listening() as said, closing(regtopk.UpdateExchange(net, optimizer, dgc)):
-            loud.append(list(said))
+            assert said == (told if momentum else [])
     quiet = [
         said_of(dgc, lambda parameters: sgd(parameters, momentum=0.0)),
         said_of(regtopk.DGC(density=0.1, momentum=0.0), sgd),
@@ -56,10 +60,12 @@ def attach_with_momenta() -> list[Any]:
     ]
     assert quiet == [[], [], []]
     given: Any = "adam"
-    return [*loud, refusal(lambda: regtopk.attach(ddp(), dgc, optimizer=given))]
+    kind, text = refusal(lambda: regtopk.attach(ddp(), dgc, optimizer=given))
+    assert kind == "ArgumentError" and "optimizer" in text and "str" in text
 
 
-def lose_a_model_inside_a_step() -> bool:
+@on_ranks(2)
+def test_a_model_may_go_inside_a_step_of_another_optimizer() -> None:
     held: list[Any] = [ddp()]
     gone = weakref.ref(held[0])
 
@@ -71,32 +77,15 @@ def lose_a_model_inside_a_step() -> bool:
     regtopk.attach(held[0], regtopk.TopK(density=0.1)).detach()
     sgd([nn.Parameter(torch.zeros(1))]).step()
     hook.remove()
-    return gone() is None
+    assert gone() is None
 
 
-def test_a_model_may_go_inside_a_step_of_another_optimizer(two_ranks: Ranks) -> None:
-    assert two_ranks.run(lose_a_model_inside_a_step) == [True, True]
-
-
-def test_two_momenta_are_said_once_on_rank_0(two_ranks: Ranks) -> None:
-    here, elsewhere = two_ranks.run(attach_with_momenta)
-    first, given, adam, updates, plain, refused = here
-    assert elsewhere == [[], [], [], [], [], refused]
-    assert first == given == updates == [MESSAGE]
-    assert len(adam) == 1 and "AdamW with betas=(0.9, 0.999)" in adam[0] and plain == []
-    assert refused[0] == "ArgumentError" and "optimizer" in refused[1] and "str" in refused[1]
-
-
-def attach_with_adam() -> list[list[str]]:
-    topk = regtopk.TopK(density=0.1)
-    loud = [said_of(topk, torch.optim.Adam), said_of(topk, torch.optim.Adam, is_given=True)]
+@on_ranks(2)
+def test_adam_behind_a_sparse_gradient_is_said_once_on_rank_0() -> None:
+    topk, told = regtopk.TopK(density=0.1), [ADAM] * (dist.get_rank() == 0)
+    assert said_of(topk, torch.optim.Adam) == said_of(topk, torch.optim.Adam, is_given=True) == told
     for quiet in (regtopk.Dense(), regtopk.EF21(density=0.1)):  # every entry arrives in every step
         assert said_of(quiet, torch.optim.Adam) == []
     net = make_net()
     with listening() as said, closing(regtopk.UpdateExchange(net, torch.optim.Adam(net.parameters()), topk)):
         assert list(said) == []
-    return loud
-
-
-def test_adam_behind_a_sparse_gradient_is_said_once_on_rank_0(two_ranks: Ranks) -> None:
-    assert two_ranks.run(attach_with_adam) == [[[ADAM], [ADAM]], [[], []]]

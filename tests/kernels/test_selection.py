@@ -9,7 +9,6 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.kernels import Damped
 from regtopk.kernels.cpu import rows as cpu_rows
-from regtopk.kernels.cpu import threshold as cpu_threshold
 from regtopk.kernels.cuda.programs.words import NUM_CANDIDATES
 from regtopk.kernels.dispatch import Kernel, kernel_named
 from regtopk.kernels.reference import selection as reference
@@ -144,7 +143,7 @@ def test_candidates_on_a_cpu_take_a_sixteenth_of_a_byte_an_entry(dtype: torch.dt
     residual = torch.ones(numel, dtype=dtype)
     (row,) = cpu_rows.rows_of(residual, residual, None)
     for density in (1e-3, 0.004, 0.01):
-        _, capacity = cpu_threshold.guess(row, round(density * numel))
+        _, capacity = cpu.guess(row, round(density * numel))
         assert capacity * residual.itemsize <= numel / 16
         assert (capacity > 0) == (density <= 0.04 / residual.itemsize)  # as docs/kernels.md says
 

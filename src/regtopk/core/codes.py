@@ -30,12 +30,6 @@ VALUE_BITS = {  # "none": indices alone
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def check_value_code(value_code: str) -> str:
-    """Refuse an unknown value code."""
-    check_choice("value_code", value_code, VALUE_CODES)
-    return value_code
-
-
 def check_index_code(index_code: str, numel: int | None = None) -> str:
     """Refuse an unknown index code, or one that cannot hold indices below `numel`."""
     check_choice("index_code", index_code, INDEX_CODES)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.options import check_choice
 from regtopk.core.random import mix, random_words, signed
 from regtopk.core.state import State
 from regtopk.core.worker import Worker
@@ -27,12 +26,6 @@ from regtopk.errors import ArgumentError
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 _SEED = 0x0B16  # of the draws
 _PIECE = 1 << 22  # entries that are rounded at once, so that draws take little memory
-
-
-def check_residual_dtype(residual_dtype: str) -> str:
-    """Refuse what is not in `RESIDUAL_DTYPES`."""
-    check_choice("residual_dtype", residual_dtype, RESIDUAL_DTYPES)
-    return residual_dtype
 
 
 def initial_state(algorithm: Algorithm[Any], worker: Worker, residual_dtype: str) -> Any:

@@ -69,21 +69,6 @@ class State:
         """A copy with tensors of its own."""
         return type(self)(**{name: tensor.clone() for name, tensor in self.state_dict().items()})
 
-    def copy_of_workers(self, rows: Tensor) -> dict[str, Tensor]:
-        """A copy of what some of the simulator's workers remember."""
-        return {
-            name: getattr(self, name).index_select(-2, rows)
-            for name, rule in self.rules().items()
-            if rule != "shared"
-        }
-
-    def restore_workers_(self, rows: Tensor, kept: dict[str, Tensor]) -> None:
-        """Give those workers back what `copy_of_workers` kept, but for a selection whose size has changed."""
-        for name, old in kept.items():
-            now = getattr(self, name)
-            if old.shape[-1] == now.shape[-1]:
-                setattr(self, name, now.index_copy(-2, rows, old))
-
 
 @cache
 def _rules_of(cls: Any) -> dict[str, OnResize]:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from regtopk.core.codes import check_index_code
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
-from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
 
 Collective = Literal["auto", "all_gather", "split"]
@@ -101,7 +100,7 @@ class Options:
         if self.writer is not None and not hasattr(self.writer, "add_scalar"):
             raise ArgumentError(f"writer must have a method add_scalar, got {self.writer!r}")
         check_positive("handshake_timeout_s", self.handshake_timeout_s)
-        check_residual_dtype(self.residual_dtype)
+        check_choice("residual_dtype", self.residual_dtype, get_args(ResidualDtype))
 
 
 def refuse_k(algorithm: object) -> None:

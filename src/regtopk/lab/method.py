@@ -14,9 +14,9 @@ from typing import Any
 from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, check_density
-from regtopk.core.codes import check_index_code, check_value_code
+from regtopk.core.codes import VALUE_CODES, check_index_code
 from regtopk.core.options import check_choice, check_number, check_positive, read_number
-from regtopk.core.precision import check_residual_dtype
+from regtopk.core.precision import RESIDUAL_DTYPES
 from regtopk.errors import ArgumentError
 from regtopk.rounds import GRADIENTS, Rounds
 
@@ -79,7 +79,7 @@ class Method:
         if method.weight_decay is not None:
             check_number("weight_decay", method.weight_decay, "in [0, inf)", lambda x: 0 <= x < math.inf)
         check_index_code(method.index_code or "raw32")
-        check_residual_dtype(method.residual_dtype or "float32")
+        check_choice("residual_dtype", method.residual_dtype or "float32", RESIDUAL_DTYPES)
         method.rounds.check(label)
         method._arguments()
         return method
@@ -91,7 +91,7 @@ class Method:
             raise ArgumentError(f"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got {like!r}")
         name, density, index_code, value_code = like.split(":")
         check_density(_value("density", density))
-        check_value_code(value_code)
+        check_choice("value_code", value_code, VALUE_CODES)
         return cls.parse(f"{name}:density={density}:index_code={index_code}:value_code={value_code}")
 
     @property

@@ -11,8 +11,8 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.codes import check_index_code
 from regtopk.core.link import Link
-from regtopk.core.options import check_integer
-from regtopk.core.precision import check_residual_dtype, exchange, initial_state
+from regtopk.core.options import check_choice, check_integer
+from regtopk.core.precision import RESIDUAL_DTYPES, exchange, initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.traffic import Traffic
 from regtopk.core.worker import Layout, Report, Worker, check_weights
@@ -64,7 +64,8 @@ class Cluster:
         self.index_code = check_index_code(index_code)
         self.link = link
         self.is_checked = is_checked
-        self.residual_dtype = check_residual_dtype(residual_dtype)
+        check_choice("residual_dtype", residual_dtype, RESIDUAL_DTYPES)
+        self.residual_dtype = residual_dtype
         self.num_rounds = 0
         self._report: Report | None = None
         self.state: State | None = None
@@ -185,8 +186,13 @@ class Cluster:
         return Worker(*facts, idle=self._idle, index_code=self.index_code)
 
     def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
+        """The aggregate. Idle workers keep their states, but for a selection whose size has changed."""
         idle = torch.tensor(self._idle, dtype=torch.int64, device=grads.device)
-        kept = state.copy_of_workers(idle) if self._idle else {}
+        own = [name for name, rule in state.rules().items() if self._idle and rule != "shared"]
+        kept = {name: getattr(state, name).index_select(-2, idle) for name in own}
         aggregate = converse(exchange(self.algorithm, grads, state, worker), driver.answer)
-        state.restore_workers_(idle, kept)
+        for name, old in kept.items():
+            now = getattr(state, name)
+            if old.shape[-1] == now.shape[-1]:
+                setattr(state, name, now.index_copy(-2, idle, old))
         return aggregate

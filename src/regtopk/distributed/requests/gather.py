@@ -1,4 +1,4 @@
-"""Every rank's vector on every rank: sparse vectors and index sets as messages, others as they are."""
+"""Every rank's vector, or one rank's, on every rank: index sets and sparse ones as messages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from regtopk.core.codes import longest_message_bytes
-from regtopk.core.requests import Gather, Gathered
+from regtopk.core.requests import Broadcast, Gather, Gathered
 from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.distributed.requests.rank import Rank
-from regtopk.distributed.transport.collectives import as_bytes
-from regtopk.wire import decode_rows, encode
+from regtopk.distributed.transport.collectives import as_bytes, check_size
+from regtopk.wire import decode, decode_rows, encode
 
 LONGEST_GATHERED_BYTES = 1 << 32  # of a vector that travels as it is: a longer one can only be damage
 
@@ -110,3 +110,28 @@ def _as_batch(parts: list[SparseGradient]) -> SparseGradient:
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """All of them as one; one alone is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def broadcast(rank: Rank, request: Broadcast) -> Tensor:
+    """The vector of rank `request.source`, (m,)."""
+    tensor, source, numel = request.tensor, request.source, request.numel
+    is_source, passes_on = rank.index == source, rank.index != (source - 1) % rank.num_workers
+    with rank.timer.phase("encode_s"):
+        if numel is None:
+            message = as_bytes(tensor.clone())
+        else:
+            message = encode(index_set(tensor, numel), rank.index_code)
+    with rank.timer.phase("collective_s"):
+        if numel is not None and rank.index_code == "rice":
+            length = torch.tensor([message.numel()], device=message.device)
+            size = int(rank.collectives.broadcast(length, source))
+            check_size(rank.collectives.ranks[source], size, longest_message_bytes(numel))
+            message = message if is_source else message.new_zeros(size)
+        rank.collectives.broadcast(message, source)
+    size = message.numel()
+    rank.count(size * is_source, size * passes_on, size * (not is_source))
+    if numel is None:
+        rank.record.num_entries += tensor.numel() * is_source
+        return message.view(tensor.dtype)
+    with rank.timer.phase("decode_s"):
+        return decode(message, numel).indices

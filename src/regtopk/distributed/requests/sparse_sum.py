@@ -2,15 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.core.blocks import BLOCK, NUM_SCALES
+from regtopk.core.codes import longest_message_bytes
+from regtopk.core.regions import sender_code, split_of
 from regtopk.core.requests import OfSenders, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
+from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 from regtopk.distributed.requests.gather import gather_sparse
 from regtopk.distributed.requests.rank import Rank, SumBuffer, Total
-from regtopk.distributed.requests.split import split_is_better, split_sum
+from regtopk.errors import WireFormatError
+from regtopk.wire import decode, decode_segment, encode, encode_segment, raise_for_status
 
 
 def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> list[Tensor | OfSenders]:
@@ -58,3 +65,148 @@ def _sum(rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient) 
         weight_of_each = rows.weight_of_each(weights.unsqueeze(-1))
         sent_weight = kernels.sum_sparse_in_rank_order(indices, weight_of_each, sparse.numel)
         return OfSenders.of(total, sent_weight, indices.flatten(), weights)
+
+
+_SPLIT_HOPS = 4  # sizes and pieces go to the owners, then sizes and sums to all
+
+
+def split_is_better(rank: Rank, request: SparseSum) -> bool:
+    """Whether a split by region is computed to take less time than an all_gather, or to bring fewer bytes."""
+    sparse = request.sparse
+    k = sparse.indices.shape[-1]
+    if rank.num_workers < 3 or sparse.count is not None or k == 0:
+        return False
+    sizes = split_of(
+        k,
+        sparse.numel,
+        rank.num_workers,
+        dtype=sparse.values.dtype,
+        value_code=sparse.code,
+        index_code=rank.index_code,
+        sender_code=_sender_code(rank, request),
+    )
+    link, others = rank.options.link, rank.num_workers - 1
+    if link is None:
+        return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
+    num_hops = 1 if sizes.message_bytes <= LONGEST_DIRECT_BYTES else others  # a ring passes them on
+    split_s = link.time_s(others * (sizes.piece_bytes + sizes.sums_bytes), _SPLIT_HOPS)
+    return split_s < link.time_s(others * sizes.message_bytes, num_hops)
+
+
+def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfSenders:
+    """sum_n w_n x_n, dense (J,), by O(k) from each rank to the owners of regions, who gather their sums.
+
+    Bit for bit the sum that an all_gather of everything gives: every region is added in rank order from zero.
+    """
+    sparse, code = request.sparse, _sender_code(rank, request)
+    bounds = [sparse.numel * n // rank.num_workers for n in range(rank.num_workers + 1)]
+    longest = longest_message_bytes(sparse.numel)
+    with rank.timer.phase("encode_s"):
+        messages = [rank.encoded(piece) for piece in _pieces(sparse, bounds)]
+    with rank.timer.phase("collective_s"):
+        received = rank.collectives.all_to_all_ragged(messages, longest)
+    with rank.timer.phase("decode_s"):
+        parts, refused = _sum_region(rank, received, sparse, code, bounds)
+    with rank.timer.phase("collective_s"):
+        gathered = rank.collectives.all_gather_ragged(parts, longest)
+    if refused is not None:
+        raise refused
+    rank.count_all_to_all(messages, received)
+    own = sum(part.numel() for part in parts)
+    everyones = sum(part.numel() for theirs in gathered for part in theirs)
+    rank.count(0, own * (rank.num_workers - 1), everyones - own)
+    rank.count_entries(sparse)
+    with rank.timer.phase("decode_s"):
+        return _joined(rank, gathered, request, bounds, buffer)
+
+
+def _sender_code(rank: Rank, request: SparseSum) -> str | None:
+    """How the senders of each entry are coded, if they are asked for: by their number or summed weights."""
+    return sender_code(rank.weights.tolist()) if isinstance(request, SenderSum) else None
+
+
+def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
+    """The entries of each region, counted from its start.
+
+    Values in blocks share scales, so those pieces are cut at whole blocks and counted from zero: they may
+    carry a few entries of their neighbours, which the receiver leaves out.
+    """
+    count = sparse.indices.shape[-1] if sparse.count is None else int(sparse.count)
+    indices, values = sparse.indices[:count], sparse.values[:count]
+    cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
+    pieces = []
+    for (low, high), (start, end) in zip(pairwise(cuts), pairwise(bounds), strict=True):
+        numel = end - start
+        if sparse.code in NUM_SCALES:
+            start, numel = 0, sparse.numel
+            if high > low:
+                low, high = low // BLOCK * BLOCK, min(count, -(-high // BLOCK) * BLOCK)
+        pieces.append(SparseGradient(indices[low:high] - start, values[low:high], numel, code=sparse.code))
+    return pieces
+
+
+def _sum_region(
+    rank: Rank, received: list[Tensor], sparse: SparseGradient, code: str | None, bounds: list[int]
+) -> tuple[list[Tensor], WireFormatError | None]:
+    """This rank's region of the sum, in rank order from zero, and the senders of each entry: as messages.
+
+    After a bad piece the sum is NaN, which every rank refuses: to raise here, before the sums are gathered,
+    would leave the others waiting for this rank.
+    """
+    low, high = bounds[rank.index], bounds[rank.index + 1]
+    start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)
+    total = sparse.values.new_zeros(high - low)
+    senders, is_touched = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.bool)
+    weights, refused = rank.weights.to(total), None
+    for n, message in enumerate(received):
+        if message.numel() == 0:
+            continue
+        try:
+            piece = decode(message, numel)
+        except WireFormatError as error:
+            refused = WireFormatError(f"rank {rank.collectives.ranks[n]}: {error}")
+            total.fill_(torch.nan)
+            is_touched.fill_(True)
+            break
+        at = piece.indices - start
+        is_ours = (at >= 0) & (at < high - low)
+        at, values = at[is_ours], piece.values.to(total.dtype)[is_ours]
+        total.scatter_add_(0, at, weights[n] * values)
+        is_touched[at] = True
+        senders[at] += 1 if code == "int8" else weights[n]
+    indices = is_touched.nonzero().flatten()
+    with rank.timer.phase("encode_s"):
+        parts = [encode(SparseGradient(indices, total[indices], high - low), rank.index_code)]
+        if code is not None:
+            parts.append(encode_segment(senders[indices], code))
+    return parts, refused
+
+
+def _joined(
+    rank: Rank, gathered: list[list[Tensor]], request: SparseSum, bounds: list[int], buffer: SumBuffer
+) -> Tensor | OfSenders:
+    """The regions' sums as one vector, and what is to say of its senders."""
+    total, code = buffer.zeros_for(request.sparse), _sender_code(rank, request)
+    everywhere = []
+    for n, (message, *_) in enumerate(gathered):
+        region = decode(message, bounds[n + 1] - bounds[n])
+        everywhere.append(region.indices + bounds[n])
+        total[everywhere[n]] = region.values
+    indices = torch.cat(everywhere)
+    buffer.keep(total, indices.unsqueeze(0), indices.new_full((1,), indices.numel()))
+    if code is None:
+        return total
+    found = [
+        decode_segment(message, at.numel(), code, total.dtype)
+        for (_, message), at in zip(gathered, everywhere, strict=True)
+    ]
+    raise_for_status(torch.stack([status for _, status in found]), rank.collectives.ranks)
+    senders = torch.cat([senders for senders, _ in found])
+    if code == "int8":  # how many they are: their weights, which are equal, are added one by one
+        weight = rank.weights.max().to(senders.dtype)
+        sums = [torch.zeros_like(weight)]
+        for _ in rank.active:
+            sums.append(sums[-1] + weight)
+        senders = torch.stack(sums).to(senders.device)[senders.round().long()]
+    sent_weight = torch.zeros_like(total).index_copy_(0, indices, senders)
+    return OfSenders.of(total, sent_weight, indices, rank.weights.to(total))

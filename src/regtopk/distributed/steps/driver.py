@@ -17,9 +17,8 @@ from regtopk.core.precision import exchange
 from regtopk.core.requests import Broadcast, DenseSum, FromOwners, Gather, Request, SparseSum, ToOwners
 from regtopk.core.state import State
 from regtopk.core.worker import Report, Worker
-from regtopk.distributed.requests.broadcast import broadcast
 from regtopk.distributed.requests.dense_sum import dense_sum
-from regtopk.distributed.requests.gather import gather
+from regtopk.distributed.requests.gather import broadcast, gather
 from regtopk.distributed.requests.owned_sum import from_owners, to_owners
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.requests.sparse_sum import sparse_sums

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from regtopk import kernels
 from regtopk.core.options import check_choice
 from regtopk.core.requests import Broadcast, DenseSum
-from regtopk.distributed.requests.broadcast import broadcast
 from regtopk.distributed.requests.dense_sum import dense_sum
+from regtopk.distributed.requests.gather import broadcast
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates.notices import ReadNotice

@@ -1,5 +1,6 @@
 """A client: which algorithms it can run, and what it remembers from round to round, on its disk."""
 
+import io
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from regtopk.algorithms.posterior import ScoredState
 from regtopk.core.algorithm import Algorithm, check_is_algorithm
 from regtopk.core.requests import SparseSum
 from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import State
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.checkpoints.files import write_whole
+from regtopk.distributed.state.saved import check_state
 from regtopk.errors import ArgumentError, GradientError, StateError
-from regtopk.integrations.flower import memory, messages
+from regtopk.integrations.flower import messages
 from regtopk.integrations.flower.messages import Accepted, Instruction, Model, Reply
 from regtopk.wire import encode
 
 FORMAT = 1
+HEAD = b"regtopk-memory:"  # what the file of a memory begins with
 
 
 def check_algorithm(algorithm: Algorithm[Any]) -> None:
@@ -107,7 +111,7 @@ class Client:
         kept = self._before(instruction)
         if kept is None:
             raise StateError(f"client {self.name!r} must have an older model to add rounds to, got none")
-        layout, flat = memory.layout_of(kept), kept["model"]
+        layout, flat = _layout_of(kept), kept["model"]
         for past in instruction.missed:
             flat = flat - past.aggregate(layout.numel)
         if messages.checksum(flat) != instruction.checksum:
@@ -166,7 +170,7 @@ class Client:
             "before": before and {name: before[name] for name in ("state", "model", "sent")},
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        packed = memory.pack(saved)
+        packed = pack(saved)
         write_whole(self.path, lambda file: file.write(packed))  # or the old one stays
         return reply
 
@@ -205,14 +209,66 @@ class Client:
             return None
         mine = FORMAT, self.name, repr(self.algorithm.options())
         try:
-            saved = memory.unpack(self.path.read_bytes())
+            saved = unpack(self.path.read_bytes())
             theirs = saved["format"], saved["client"], saved["algorithm"]
             is_mine = server in (None, saved["server"])
             if is_mine and mine == theirs:
-                layout = memory.layout_of(saved)
-                memory.check(saved, self.algorithm.init(self._worker(layout, 1, 1.0)), layout.numel)
+                layout = _layout_of(saved)
+                _check(saved, self.algorithm.init(self._worker(layout, 1, 1.0)), layout.numel)
         except Exception as error:
             raise StateError(f"{self.path} must hold the memory of a client, got {error!r}") from error
         if is_mine and mine != theirs:
             raise StateError(f"{self.path} must be of format, client and algorithm {mine}, got {theirs}")
         return saved if is_mine else None
+
+
+def pack(saved: dict[str, Any]) -> bytes:
+    """A memory as the bytes of its file: a word, a checksum, and what torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    content = buffer.getvalue()
+    return HEAD + crc32(content).to_bytes(4, "little") + content
+
+
+def unpack(file: bytes) -> dict[str, Any]:
+    """What `pack` was given."""
+    content = file[len(HEAD) + 4 :]
+    if file != HEAD + crc32(content).to_bytes(4, "little") + content:
+        raise StateError("another checksum: the file is damaged")
+    saved: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    return saved
+
+
+def _layout_of(saved: dict[str, Any]) -> Layout:
+    """Where the arrays lie in the flat vector."""
+    return Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
+
+
+def _check(saved: dict[str, Any], fresh: State, numel: int) -> None:
+    """Refuse a memory that does not go together, or is not finite; `fresh` is that of a client that starts.
+
+    It must not be used: a NaN in the residual would be left out of every update from then on.
+    """
+    if not {name for name, *_ in saved["layout"]} <= set(saved["names"]):
+        raise StateError(f"names must be those of all arrays, got {saved['names']}")
+    for when in ("now", "before"):
+        kept = saved[when]
+        if kept is None and when == "before":
+            continue
+        like, state, sent = fresh.state_dict(), kept["state"], kept["sent"]
+        has_selection = check_state(state, like, f"the memory {when}")
+        flat, values = like["residual"], sent["values"]
+        check_state({"model": kept["model"]}, {"model": flat}, f"the memory {when}")
+        check_state({"values": values}, {"values": flat[: len(values)]}, f"the message {when}")
+        for indices in (sent["indices"], *([state["indices"]] if has_selection else [])):
+            _check_indices(indices, numel)
+        if type(sent["round"]) is not int or not isinstance(sent["token"], str):
+            raise StateError(f"round and token must be a number and a word, got {sent['round']!r}")
+        if sent["indices"].shape != values.shape:
+            raise StateError(f"indices must be as many as values, {len(values)}, got {len(sent['indices'])}")
+
+
+def _check_indices(indices: Tensor, numel: int) -> None:
+    is_inside = indices.dtype == torch.int64 and bool(((indices >= 0) & (indices < numel)).all())
+    if not is_inside:
+        raise StateError(f"indices must be whole numbers in 0..{numel - 1}, got {indices.tolist()[:9]}")

@@ -4,7 +4,7 @@ The result depends neither on the guess nor on the number of threads, which is t
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from regtopk.kernels.cpu import loops
 from regtopk.kernels.cpu.compiled import Array
 from regtopk.kernels.cpu.rows import Row, Stretch, cut, like, outputs, rows_of
 from regtopk.kernels.cpu.threads import over_rows, side_by_side
-from regtopk.kernels.cpu.threshold import collect_, collected, guess, threshold_by_digits, threshold_of_found
 from regtopk.kernels.reference.selection import Damped, Taken
 
 
@@ -114,3 +113,100 @@ def _first(num: int, available: Array) -> Array:
     before = np.cumsum(available) - available
     dealt: Array = np.clip(num - before, 0, available)
     return dealt
+
+
+_NUM_SAMPLES = 1 << 14
+
+
+class Found(NamedTuple):
+    """How many keys of a stretch reach a guess, and those that were kept: positions and keys."""
+
+    num: int
+    positions: Array
+    keys: Array
+
+
+def position_type(numel: int) -> np.dtype[Any]:
+    """The integer that holds a place in a row."""
+    return np.dtype(np.uint32 if numel <= 2**32 else np.uint64)
+
+
+def guess(row: Row, k: int) -> tuple[Any, int]:
+    """A key that somewhat more than k entries should reach, and how many to collect at most.
+
+    What is collected is kept in two arrays of at most J / 16 bytes each (or 128 KiB); for float32 and a
+    density of up to 0.001 both together. Where they would not fit, nothing is collected.
+    """
+    numel, key_type = row.bits.size, row.bits.dtype
+    num_samples = min(_NUM_SAMPLES, numel // 16) // 8 * 8
+    expected = k * num_samples / numel
+    rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
+    num_wanted = rank / max(1, num_samples) * numel
+    largest = numel // (16 * max(key_type.itemsize, position_type(numel).itemsize))
+    capacity = max(numel // 256, min(largest, math.ceil(1.2 * num_wanted)), 1 << 14)
+    if rank > num_samples // 2 or num_wanted > 0.9 * capacity:
+        return row.mask, 0
+    sample = np.empty(num_samples, row.accumulated.dtype)
+    loops.sample_(row.accumulated, row.grad, row.kind, sample)
+    keys = sample.view(key_type) & row.mask
+    keys.partition(num_samples - rank)
+    return max(keys[num_samples - rank], key_type.type(1)), capacity
+
+
+def collect_(row: Row, stretches: list[Stretch], guess: Any, capacity: int) -> list[Found]:
+    """Accumulate, and collect from each stretch what reaches the guess, as far as there is room."""
+
+    def collect(start: int, stop: int) -> Found:
+        room = min(capacity, stop - start)
+        positions, keys = np.empty(room, position_type(row.bits.size)), np.empty(room, row.bits.dtype)
+        num = loops.accumulate_and_collect_(*row, start, stop, guess, positions, keys)
+        return Found(num, positions, keys)
+
+    return side_by_side(collect, stretches)
+
+
+def collected(row: Row, stretch: Stretch, guess: Any, found: Found) -> Found:
+    """All that was found in a stretch; one that found more than it could keep is searched again."""
+    num, positions, keys = found
+    if num > positions.size:
+        positions, keys = np.empty(num, positions.dtype), np.empty(num, keys.dtype)
+        loops.collect(row.bits, *stretch, row.mask, guess, 0, positions, keys)
+    return Found(num, positions[:num], keys[:num])
+
+
+def threshold_of_found(found: list[Found], k: int) -> tuple[Any, Array, Array]:
+    """The k-th largest key, and how many of each stretch are above it and equal to it."""
+    keys = np.concatenate([of_stretch.keys for of_stretch in found])
+    keys.partition(keys.size - k)
+    key = keys[keys.size - k]
+    num_above = np.array([np.count_nonzero(of_stretch.keys > key) for of_stretch in found])
+    num_equal = np.array([np.count_nonzero(of_stretch.keys == key) for of_stretch in found])
+    return key, num_above, num_equal
+
+
+def threshold_by_digits(row: Row, stretches: list[Stretch], k: int) -> tuple[Any, Array, Array]:
+    """The same from all entries of the row: one pass for each 16 bits of a key."""
+    num_bits = 8 * row.bits.itemsize - 1  # bits of the threshold that are not known yet
+    prefix, num_above = 0, np.zeros(len(stretches), np.int64)
+    while num_bits > 0:
+        width = min(16, num_bits)
+        num_bits -= width
+        counts = _count_digit(row, stretches, prefix, num_bits, width)
+        num_reaching = counts.sum(0, dtype=np.int64)[::-1].cumsum()[::-1]
+        digit = int(np.flatnonzero(num_reaching >= k - num_above.sum())[-1])
+        num_above += counts[:, digit + 1 :].sum(1, dtype=np.int64)
+        prefix = (prefix << width) | digit
+    return row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64)
+
+
+def _count_digit(row: Row, stretches: list[Stretch], prefix: int, shift: int, width: int) -> Array:
+    """For each stretch, how often each digit follows the prefix."""
+    count_type = np.uint32 if row.bits.size < 2**32 else np.uint64
+    counts = np.zeros((len(stretches), 1 << width), count_type)
+    digit = [row.bits.dtype.type(number) for number in (prefix, shift, width)]
+
+    def count(start: int, stop: int, own: Array) -> None:
+        loops.count_next_digit(row.bits, start, stop, row.mask, *digit, own)
+
+    side_by_side(count, [(*stretch, own) for stretch, own in zip(stretches, counts, strict=True)])
+    return counts

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from regtopk.cli import app
 from regtopk.errors import ArgumentError, OutputError
-from regtopk.lab.experiments.compare import checkpoint, comparison
+from regtopk.lab.experiments.compare import comparison
 from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.paper.fig3 import FIG3, PRESETS
 from regtopk.lab.experiments.tasks import Problem
@@ -48,7 +48,7 @@ def test_an_interrupted_run_goes_on_in_its_middle_to_the_same_records(
         QUICK, algorithms=f"topk,regtopk{words}", seeds="2", num_steps=8, num_evaluations=4, optimizer="adam"
     )
     stopped = 0.9 if words else 0.8  # of both methods: in the second, at step 6 or before it
-    monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
+    monkeypatch.setattr(comparison, "EVERY_S", 0.0)
 
     def progress(fraction: float, words: str = "") -> None:
         if fraction > stopped:

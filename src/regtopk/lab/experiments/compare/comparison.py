@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from regtopk.core.options import counted
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.budget import rows_of
-from regtopk.lab.experiments.compare.checkpoint import CHECKPOINTS, Checkpoint
 from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.compare.results import description_of, finished_curves, key_of, panels, summarise
 from regtopk.lab.experiments.compare.search import SEARCH, Search, tuning_seeds
@@ -33,6 +33,8 @@ from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records, reading_from
 
+CHECKPOINTS = "checkpoint-*.pt"
+EVERY_S = 60.0  # a checkpoint is written at the first evaluation after so many seconds
 MOVED = ("payload_bytes", "sent_bytes", "received_bytes")  # of `core.traffic`, in every record
 MOST_AT_ONCE = 1.5e9  # parameters of models trained side by side: with their gradients and states, some 80 GB
 Group = tuple[GridAt, list[int]]  # a row, and the seeds of it that are trained at once
@@ -106,6 +108,45 @@ class Comparison(Experiment[CompareConfig]):
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
                 yield {**new, "method": label, **searched, **self.extras(config, run.method, new["step"])}
             checkpoint.remove()
+
+
+class Checkpoint:
+    """Where the training of a method stands: a file in the results folder, one for each method.
+
+    Args:
+        folder: of the results; all its runs share their settings.
+        label: of the method's row; another row may train the same method.
+        density: of the run.
+        seeds: that are trained at once.
+    """
+
+    def __init__(self, folder: Path, label: str, density: float | None, seeds: Sequence[int]) -> None:
+        self._path = folder / CHECKPOINTS.replace("*", sha256(label.encode()).hexdigest()[:12])
+        self._run = {"density": density, "seeds": list(seeds)}
+        self._saved_at = time.perf_counter()
+
+    def load(self, trainer: Trainer) -> float:
+        """Go on from the file, if it is of this run. Returns the seconds that the training had taken."""
+        if not self._path.exists():
+            return 0.0
+        state = torch.load(self._path, map_location=trainer.models.device, weights_only=True)
+        if state["run"] != self._run:
+            return 0.0
+        trainer.load_state_dict(state["trainer"])
+        return float(state["time_s"])
+
+    def save(self, trainer: Trainer, time_s: float) -> None:
+        """Replace the file, unless the last one was written less than `EVERY_S` ago."""
+        if time.perf_counter() - self._saved_at < EVERY_S:
+            return
+        new = self._path.with_suffix(".new")
+        torch.save({"run": self._run, "trainer": trainer.state_dict(), "time_s": time_s}, new)
+        new.replace(self._path)
+        self._saved_at = time.perf_counter()
+
+    def remove(self) -> None:
+        """The training is done."""
+        self._path.unlink(missing_ok=True)
 
 
 def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, Any]:

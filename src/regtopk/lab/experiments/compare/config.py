@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.codes import check_index_code, check_value_code
+from regtopk.core.codes import INDEX_CODES, VALUE_CODES
 from regtopk.core.options import check_choice, check_options, check_positive, integer, one_of, option, within
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.splits import check_split
@@ -76,8 +76,8 @@ class CompareConfig(TaskSettings):
     like: str = ""
     received_bytes_per_step: float = option(0.0, within("[0, inf)"))
     like_received: str = ""
-    value_code: str = "float32"
-    index_code: str = "elias-fano"
+    value_code: str = option("float32", one_of(*VALUE_CODES))
+    index_code: str = option("elias-fano", one_of(*INDEX_CODES))
     optimizer: str = option("", one_of(*OPTIMIZERS))
     lr: tuple[float, ...] = ()
     num_search_runs: int = option(0, integer(at_least=0))
@@ -95,8 +95,7 @@ class CompareConfig(TaskSettings):
         check_options(self)
         parse_seeds(self.seeds)
         check_split(self.split)
-        check_value_code(self.value_code)
-        check_index_code(self.index_code)
+
         for lr in self.lr:
             check_positive("lr", lr)
         self._check_budget()
