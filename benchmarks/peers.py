@@ -49,6 +49,10 @@ ROWS = {
     "dense Muon": Row("dense:optimizer=muon:weight_decay=0.01|0.1"),
     "ours": Row(f"{OURS}:impute=0.05|0.1|0.15:outer_momentum=0.1|0.2|0.4"),
     "ours with returned": Row(f"{OURS}:returned=0.1|0.2|0.25:outer_momentum=0.2|0.3|0.4"),
+    "ours, all in 2 bits": Row(
+        f"dense:{UPDATES}:optimizer=muon:every=16|32:fragments=every:outer=nesterov:outer_lr=0.5|0.7|0.9:"
+        "outer_momentum=0.4|0.5|0.6:value_code=2bit:sum_code=2bit"
+    ),
     "DiLoCo": Row(LOCO.format("8|16|32") + BF16, "0.7, 0.9; every 30 to 500"),
     "MuLoCo": Row(MULOCO.format("8|16|32") + BF16, "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
     "DiLoCo in 4 bits": Row(f"{LOCO.format('32|64')}:value_code=4bit:sum_code=4bit"),
@@ -56,8 +60,8 @@ ROWS = {
         f"{MULOCO.format('32|64')}:value_code=4bit:sum_code=4bit", "4 bits, residual times 0.9"
     ),
     "MuLoCo in 2 bits": Row(f"{MULOCO.format('16|32')}:value_code=2bit:sum_code=2bit", "2 bits lose more"),
-    "streaming MuLoCo in 2 bits": Row(
-        f"{MULOCO.format('16|32')}:fragments=every:value_code=2bit:sum_code=2bit", "Streaming DiLoCo: 4 bits"
+    "streaming MuLoCo in 4 bits": Row(
+        f"{MULOCO.format('32|64')}:fragments=every:value_code=4bit:sum_code=4bit", "Streaming DiLoCo: AdamW"
     ),
     "SparseLoCo": Row(
         f"sparseloco:value_code=2bit:{UPDATES}:every=2|4|8|16:optimizer=muon|adamw:decay=0.9|0.95|1",
