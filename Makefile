@@ -18,7 +18,8 @@ JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 # benchmarks. A CI that has the time runs it after `make test`.
 LAUNCHED := tests/integrations/test_killed.py
 SLOW := tests/slow_network/test_gpt.py::test_the_race \
-	tests/slow_network/test_namespaces.py::test_a_signal_removes_what_was_made
+	tests/slow_network/test_namespaces.py::test_a_signal_removes_what_was_made \
+	tests/distributed/test_failures.py::test_updates_of_a_killed_rank_come_back_with_the_same_bits
 
 .PHONY: demo docs test test-kernels test-others test-distributed test-ranks-1 test-ranks-2
 .PHONY: test-integrations test-flower lint format clean release-check
@@ -44,7 +45,7 @@ test-kernels: .venv/.compiled
 test-distributed: test-ranks-1 test-ranks-2
 
 test-ranks-1: .venv/.compiled
-	.venv/bin/pytest $(RANKS_1) $(BESIDE_1) $(LAUNCHED:%=--ignore=%)
+	.venv/bin/pytest $(RANKS_1) $(BESIDE_1) $(LAUNCHED:%=--ignore=%) $(SLOW:%=--deselect=%)
 
 test-ranks-2: .venv/.compiled
 	.venv/bin/pytest tests/distributed $(RANKS_1:%=--ignore-glob='%') $(BESIDE_2)
