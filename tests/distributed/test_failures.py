@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import failures
-from benchmarks.soak import soak
+from benchmarks.soak import Gradients, Updates, soak
 from tests.distributed.ranks import Ranks
 
 
@@ -44,10 +44,10 @@ def test_ranks_killed_while_they_write_find_a_whole_state(
     assert len(found["starts"]) == 3
 
 
-def soak_twice(folder: Path) -> None:
+def soak_twice(folder: Path, way: type[Gradients | Updates]) -> None:
     """The first run compiles kernels, which may open files that stay."""
-    soak(20, 10, folder / "first")
-    seen = soak(80, 10, folder / "second")
+    soak(20, 10, folder / "first", way)
+    seen = soak(80, 10, folder / "second", way)
     first, last = seen["looks"][1], seen["looks"][-1]  # with six checkpoints between them
     assert last["threads"] == first["threads"]
     assert last["files"] <= first["files"] + 2  # a file and its folder may be open to be written
@@ -56,5 +56,6 @@ def soak_twice(folder: Path) -> None:
     assert seen["checkpoints"] == ["step-0000000070", "step-0000000080"]
 
 
-def test_a_long_run_stays_as_it_was(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(soak_twice, tmp_path)
+@pytest.mark.parametrize("way", [Gradients, Updates])
+def test_a_long_run_stays_as_it_was(way: type[Gradients | Updates], two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(soak_twice, tmp_path, way)
