@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--updates", action="store_true", help="exchange AdamW's updates, not gradients")
     parser.add_argument("--delay", type=int, default=0, help="of updates: steps that an exchange may travel")
     parser.add_argument("--returned", type=float, help="of updates: share of the sums that come back")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="a rank that hangs longer is an error")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=20, help="steps; with --updates an even number")
     parser.add_argument("--asynchronous", action="store_true", help="train on while a checkpoint is written")
@@ -73,7 +74,7 @@ def main() -> None:
     if is_cuda:
         torch.cuda.set_device(device)
     # a rank that hangs is found after the timeout: torch would wait for half an hour with gloo
-    dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=arguments.timeout_s))
     train(arguments, device)
     gc.collect()  # the model goes first: DDP would keep the group's threads alive into Python's exit
     dist.destroy_process_group()
