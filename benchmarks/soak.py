@@ -91,8 +91,7 @@ class Updates:
         self.optimizer.register_step_pre_hook(self._look)
         self.optimizer.register_step_post_hook(self._count)
         topk = regtopk.TopK(density=0.02, value_code="4bit")
-        times = {"every": 4, "fragments": 2, "delay": 1}
-        self.exchange = regtopk.UpdateExchange(model, self.optimizer, topk, **times)
+        self.exchange = regtopk.UpdateExchange(model, self.optimizer, topk, every=4, fragments=2, delay=1)
         self.saved = {"exchange": self.exchange}
         self._start = _parameters(model)
 

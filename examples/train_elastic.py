@@ -95,8 +95,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     if arguments.updates:  # the exchange's state holds the model and the optimizer
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
         topk = regtopk.TopK(density=arguments.density, value_code="4bit", returned=arguments.returned)
-        times = {"every": 2, "delay": arguments.delay}
-        exchange = regtopk.UpdateExchange(network, optimizer, topk, **times, weight=weight)
+        exchange = regtopk.UpdateExchange(
+            network, optimizer, topk, every=2, delay=arguments.delay, weight=weight
+        )
         state = {"exchange": exchange, "batches": batches}
     else:
         model = DistributedDataParallel(network)

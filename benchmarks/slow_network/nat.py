@@ -4,8 +4,8 @@
     machine 1 [eth0 192.168.1.2] -- [home 192.168.1.1] router 1 [eth0 10.77.0.2] --+ switch
 
 A router masquerades, and drops what nobody at home has asked for. Router 0 alone passes a port on, UDP 51820.
-torchrun starts examples/train_elastic.py on both machines, as docs/wan.md says. After the first checkpoint the
-link is dead for a while. The run must end with the bits of one on loopback.
+torchrun starts examples/train_elastic.py on both machines, as docs/wan.md says. After the first checkpoint
+the link is dead for a while. The run must end with the bits of one on loopback.
 
     sudo .venv/bin/python -m benchmarks.slow_network.nat [--stall-s 20] [--timeout-s 300] [--out FILE]
 
