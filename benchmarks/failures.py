@@ -5,12 +5,15 @@ that has imported torch, so that a restart takes a second.
 
     kills     examples/train_elastic.py on four ranks, one of which is killed (SIGKILL) at a random moment.
               Does the run end, with the bits of an undisturbed one? How many steps are made again?
+              kills-delay and kills-returned are the same with updates: with those that travel while a step
+              computes, and with sums that come back in part
     writing   two ranks that do nothing but write checkpoints and are killed again and again: does every start
               find a whole state?
     resize    4 -> 3 -> 4 ranks: is sum_n w_n e_n conserved at each change, and where does the loss end?
     machines  two agents of two ranks (--nnodes 1:2); one agent is killed with its ranks, and comes back
 
-    python -m benchmarks.failures kills|writing|resize|machines [--times N] [--seed S] [--out FILE]
+    python -m benchmarks.failures kills|kills-delay|kills-returned|writing|resize|machines
+                                  [--times N] [--seed S] [--out FILE]
 """
 
 import argparse
@@ -258,8 +261,8 @@ def weighted_residual(files: dict[str, Any]) -> Tensor:
 # Parts.
 
 
-def kills(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
-    words = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
+def kills(times: int, chance: random.Random, folder: Path, more: str = "") -> dict[str, Any]:
+    words = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), *more.split()]
     run_example(folder / "undisturbed", 4, *words)
     _, expected = last_state(folder / "undisturbed")
     runs = []
@@ -399,7 +402,14 @@ def _loss(path: Path) -> float:
     return float(path.read_text().partition("training loss ")[2].split()[0])
 
 
-PARTS = {"kills": (kills, 20), "writing": (writing, 50), "resize": (resize, 3), "machines": (machines, 1)}
+PARTS: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
+    "kills": (kills, 20),
+    "kills-delay": (partial(kills, more="--updates --delay 1"), 20),
+    "kills-returned": (partial(kills, more="--updates --returned 0.01"), 20),
+    "writing": (writing, 50),
+    "resize": (resize, 3),
+    "machines": (machines, 1),
+}
 
 
 def main() -> None:

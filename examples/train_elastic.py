@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=120, help="samples of a step, of all ranks together")
     parser.add_argument("--density", type=float, default=0.01, help="share of the entries a worker sends")
     parser.add_argument("--updates", action="store_true", help="exchange AdamW's updates, not gradients")
+    parser.add_argument("--delay", type=int, default=0, help="of updates: steps that an exchange may travel")
+    parser.add_argument("--returned", type=float, help="of updates: share of the sums that come back")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="a rank that hangs longer is an error")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=20, help="steps; with --updates an even number")
     parser.add_argument("--asynchronous", action="store_true", help="train on while a checkpoint is written")
@@ -71,7 +74,7 @@ def main() -> None:
     if is_cuda:
         torch.cuda.set_device(device)
     # a rank that hangs is found after the timeout: torch would wait for half an hour with gloo
-    dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=arguments.timeout_s))
     train(arguments, device)
     gc.collect()  # the model goes first: DDP would keep the group's threads alive into Python's exit
     dist.destroy_process_group()
@@ -91,8 +94,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     model: nn.Module = network.to(device)
     if arguments.updates:  # the exchange's state holds the model and the optimizer
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
-        topk = regtopk.TopK(density=arguments.density, value_code="4bit")
-        exchange = regtopk.UpdateExchange(network, optimizer, topk, every=2, weight=weight)
+        topk = regtopk.TopK(density=arguments.density, value_code="4bit", returned=arguments.returned)
+        exchange = regtopk.UpdateExchange(
+            network, optimizer, topk, every=2, delay=arguments.delay, weight=weight
+        )
         state = {"exchange": exchange, "batches": batches}
     else:
         model = DistributedDataParallel(network)

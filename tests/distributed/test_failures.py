@@ -7,16 +7,30 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import failures
-from benchmarks.soak import soak
+from benchmarks.soak import Gradients, Updates, soak
 from tests.distributed.ranks import on_ranks
 
 
-def test_a_killed_rank_comes_back_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Runs of twelve steps, whose killed ranks do not print into the report."""
     monkeypatch.setattr(failures, "STEPS", 12)
     monkeypatch.setattr(failures, "SAVE_EVERY", 4)
-    found = failures.kills(1, random.Random(1), tmp_path)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_killed_rank_comes_back_with_the_same_bits(tmp_path: Path) -> None:
+    check_kill("kills", tmp_path)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("part", ["kills-delay", "kills-returned"])
+def test_updates_of_a_killed_rank_come_back_with_the_same_bits(part: str, tmp_path: Path) -> None:
+    check_kill(part, tmp_path)
+
+
+def check_kill(part: str, folder: Path) -> None:
+    found = failures.PARTS[part][0](1, random.Random(1), folder)
     assert (found["ended"], found["same_bits"]) == (1, 1)
     (run,) = found["runs"]
     assert run["num_starts"] == 2 and 0 <= run["killed_at"] - run["went_on_from"] <= 4
@@ -30,11 +44,12 @@ def test_ranks_killed_while_they_write_find_a_whole_state(
     assert len(found["starts"]) == 3
 
 
+@pytest.mark.parametrize("way", [Gradients, Updates])
 @on_ranks(2)
-def test_a_long_run_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_long_run_stays_as_it_was(way: type[Gradients | Updates], tmp_path: Path) -> None:
     """The first run compiles kernels, which may open files that stay."""
-    soak(20, 10, tmp_path / "first")
-    seen = soak(80, 10, tmp_path / "second")
+    soak(20, 10, tmp_path / "first", way)
+    seen = soak(80, 10, tmp_path / "second", way)
     first, last = seen["looks"][1], seen["looks"][-1]  # with six checkpoints between them
     assert last["threads"] == first["threads"]
     assert last["files"] <= first["files"] + 2  # a file and its folder may be open to be written
