@@ -61,7 +61,7 @@ def losses_table(name: str, num_rows: int) -> str:
     ]
     lines = [line_of(headings), "|---|---|---:|---:|---:|---:|"]
     for row in sorted(_table(name), key=lambda row: row["test_loss"]):
-        called, less = names.get(row["measure"], f"`{row['measure']}`"), row["bfloat16 ring / received"]
+        called, less = names.get(row["measure"], _fixed(row["measure"])), row["bfloat16 ring / received"]
         loss = f"{row['test_loss']:.4f}" + (f" ± {row['± std']:.4f}" if row["± std"] is not None else "")
         edge = f"; at the edge: {row[EDGE]}" if row[EDGE] else ""
         cells = (
@@ -105,10 +105,16 @@ def received_bytes(label: str, num_workers: int) -> float:
 
 def peers_table() -> str:
     """What the rows of the comparison on a real text search, and what their authors use."""
-    lines = [line_of(["row", "words", "its authors' settings"]), "|---|---|---|"]
+    lines = [line_of(["row", "searched beside lr", "its authors' settings"]), "|---|---|---|"]
     for name, row in peers.ROWS.items():
-        lines.append(line_of([name, f"`{row.words}`", row.authors]))
+        searched = [option for option in row.words.split(":") if "|" in option]
+        lines.append(line_of([name, ", ".join(searched), row.authors]))
     return "\n".join(lines) + "\n"
+
+
+def _fixed(words: str) -> str:
+    """What is not searched of a method's words, with spaces, so that a narrow page can break the line."""
+    return " ".join(option for option in words.split(":") if "|" not in option)
 
 
 OTHERS: dict[str, Callable[[], str]] = {
