@@ -24,6 +24,7 @@ from regtopk.lab.plan.exchange import Units, numel_units
 
 RESULTS = Path(__file__).parent / "results"
 CODED = [f"{code}{senders}" for code in ("float32", "4bit") for senders in ("", " senders")]
+ASSUMED = "what 4-bit values, senders and dense sums cost, and DDP's own work"
 MESSAGES = ("encode", "decode", "sum")  # passes that make and read them
 
 
@@ -54,7 +55,7 @@ def make() -> Calibration:
     lines |= {f"{work} {code}": found[work] for work in ("select", "sparse") for code in CODED}
     lines |= {"sparse none": per_entry, "dense float32": per_entry, "dense 4bit": per_entry}
     machine = {name: exchanges[name] for name in ("device", "torch")}
-    return Calibration({**machine, "made_by": "python -m benchmarks.gpu_costs"}, lines)
+    return Calibration({**machine, "made_by": "python -m benchmarks.gpu_costs", "assumed": ASSUMED}, lines)
 
 
 def _read(name: str) -> dict[str, Any]:

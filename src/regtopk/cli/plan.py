@@ -51,10 +51,7 @@ def plan(
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu or cuda: what trains, selects and codes.", show_default=USUAL_DEVICE),
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default=USUAL_DEVICE)] = None,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the costs again.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="File of the costs; else the cache.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a page with curves.")] = None,
@@ -62,8 +59,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict the methods' steps on a link: what is best, whether it pays, and below which bandwidth."""
-    if device is not None:
-        check_choice("device", device, ("cpu", "cuda"))
+    check_choice("device", device or "cpu", ("cpu", "cuda"))
     densities = None if density is None else _densities(density)
     labels = None if algorithms is None else algorithms.split(",")
     num_workers = parse_count("workers", workers)
@@ -81,6 +77,7 @@ def plan(
     workload = Workload.of_size(parse_count("params", params))
     situation = Situation(workload, num_workers, link, trained_by)
     on, why = (device, "as asked") if device else _usual_device(workload.numel)
+    why = f"the costs in {calibration}" if calibration and not recalibrate else why
     is_there = on == "cpu" or torch.cuda.is_available()
     path = calibration or (cache_path(on) if is_there else RECORDED)
     try:
@@ -100,8 +97,6 @@ def plan(
         "every": steps,
         "calibration": costs.machine,
     }
-    if calibration is not None and not recalibrate:
-        why = f"the costs in {path}"
     summary = page.summary(found, inputs, page.basis(costs.machine, why, is_there or calibration is not None))
     written = None
     if out is not None:
@@ -112,7 +107,7 @@ def plan(
         written = write_report(out)
     if not as_json:
         typer.echo(summary["basis"])
-    where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if value is not None)
+    where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if name != "assumed")
     answer = [page.verdict(found), *summary["notes"], f"Costs: {path} ({where})"]
     show(summary, {"plan": {"table": page.table(found), "notes": answer}}, written, as_json=as_json)
 

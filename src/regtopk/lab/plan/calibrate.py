@@ -49,7 +49,6 @@ SPARSE_SIZES = (
     (2, LARGE_NUMEL, 2**14),
 )  # fmt: skip
 MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
-TINY_MODEL = (32, 64)  # whose step is what any takes
 IMPUTE = 0.35  # any: imputation takes as long with others
 _SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
 _NUM_CALLS, _NUM_REPEATS, _ENOUGH_S = 24, 7, 0.3
@@ -192,8 +191,7 @@ def _time_model(device: torch.device, width: int, depth: int, name: str) -> floa
 
 def _step_seconds(device: torch.device) -> float:
     """What a step takes beside the algorithm's conversation: launches, and seeing that ranks agree."""
-    width, depth = TINY_MODEL
-    topk = TopK(k=width)
+    width, depth, topk = 32, 64, TopK(k=32)  # so small that its step is what any takes
     model = [nn.Parameter(torch.zeros(width, width, device=device)) for _ in range(depth)]
     steps = Steps(Parameters(model), topk, Collectives(group_or_default(None)), Options(), Kind("plan"))
     grads = {name: torch.randn_like(p) for name, p in steps.parameters.named.items()}
@@ -224,15 +222,6 @@ def _time_calls(move: Move, run: Callable[[], Any]) -> Point:
     return move_work(move), seconds / num_calls
 
 
-def gloo_points(_: torch.device) -> Iterator[Point]:
-    """What gloo's collectives take between two processes of this machine."""
-    try:
-        for point in launch(_time_collectives, NUM_PROCESSES, torch.get_num_threads()):
-            yield Work(point["line"], point["units"]), point["seconds"]
-    except ClusterError as error:
-        raise ClusterError(f"calibration failed: {error}") from None
-
-
 SPARSE = [partial(sparse_points, code=code, impute=impute) for code in CODES for impute in (0.0, IMPUTE)]
 CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what one process can time
 
@@ -240,11 +229,17 @@ CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what 
 def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case] = CASES) -> Calibration:
     """Measure the work `of` one process on cpu or cuda, on cpu gloo's too, and fit a line to each kind."""
     points: dict[str, list[tuple[Any, float]]] = defaultdict(list)  # by line: units, and seconds
-    cases = [gloo_points, *of] if device == "cpu" else of
-    for number, case in enumerate(cases, start=1):
+    gloo = (_time_collectives, NUM_PROCESSES, torch.get_num_threads())
+    try:
+        for point in launch(*gloo) if device == "cpu" else ():
+            points[point["line"]].append((point["units"], point["seconds"]))
+    except ClusterError as error:
+        raise ClusterError(f"calibration failed: {error}") from None
+    for number, case in enumerate(of, start=1):
+        progress(number / (1 + len(of)))
         for work, seconds in case(torch.device(device)):
             points[work.line].append((work.units, seconds))
-        progress(number / len(cases))
+    progress(1.0)
     return Calibration(describe_machine(device), {line: fit(times) for line, times in points.items()})
 
 

@@ -26,20 +26,13 @@ class Move(NamedTuple):
     def on_link_s(self, link: Link, device: str) -> float:
         """How long it takes on a link, the work of processors left out."""
         bytes_s = 8 * WIRE_BYTES_PER_BYTE * self.sent_bytes / link.bandwidth
-        if device != "cpu":
-            return self._num_nccl_hops * (link.latency_s + NCCL_HOP_S) + bytes_s
+        if device != "cpu":  # NCCL: a ring to gather, short messages too, and trees to sum
+            others = {"all_gather": self.num_messages, "all_to_all": self.num_hops}
+            num_hops = others.get(self.kind, 2 * ceil(log2(1 + self.num_messages // 2)))
+            return num_hops * (link.latency_s + NCCL_HOP_S) + bytes_s
         # gloo's receiver tells the sender first that it is ready; beside long messages that takes no time
         ready_s = max(0.0, link.latency_s - bytes_s / max(1, self.num_messages) / 4)
         return self.num_hops * (link.latency_s + ready_s) + bytes_s
-
-    @property
-    def _num_nccl_hops(self) -> int:
-        """Of a ring to gather, short messages too; of two trees to sum."""
-        if self.kind == "all_gather":
-            return self.num_messages
-        if self.kind == "all_to_all":
-            return self.num_hops
-        return 2 * ceil(log2(1 + self.num_messages // 2))
 
 
 def all_gather(message_bytes: float, num_workers: int) -> Move:

@@ -50,8 +50,7 @@ def write_run(
         "plan",
         title="Is compression worth it on this link?",
         about=f"{summary['basis']} Curves: how much sooner than DDP without a hook each method reaches a "
-        "loss, in its best way. Where no record says how many steps a method needs, its curve is per step, "
-        "and says so.",
+        "loss, in its best way. Where no record says how many steps it needs, its curve says 'per step'.",
         command=command,
         config=summary["inputs"],
         panels=[by_bandwidth, by_workers],
@@ -115,15 +114,15 @@ def verdict(plan: LinkPlan) -> str:
     share = f"The exchange takes {exchange_s / best.step_time_s:.0%} of a step"
     share += f", {plan.work_s / exchange_s:.0%} of it local work." if exchange_s > 0 else "."
     if not plan.pays:
-        said = (
-            f"Compression does not pay {where}: {best.method.label} is fastest. A step takes {step}. {share}"
-        )
+        use = "no hook" if best.method == DENSE else "torch's fp16 hook"
+        said = f"Compression does not pay {where}: use {use}. A step takes {step}. {share}"
     else:
         steps, faster = best.relative_steps, format_factor(plan.speedup_to_loss(best))
         gain = f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps"
         if steps is None:
             gain = f"makes a step {faster} times as fast as dense. How many steps it needs is not recorded"
-        said = f"Compression pays {where}: {_named(best.method)} {gain}. A step takes {step}. {share}"
+        pays = "pays" if steps is not None else "may pay"
+        said = f"Compression {pays} {where}: {_named(best.method)} {gain}. A step takes {step}. {share}"
     if plan.break_even_bits_per_s is None:
         return f"{said} It pays at no bandwidth."
     ends = f". {UNKNOWN}" if plan.break_even_bits_per_s > 0.99 * FAST else ", above it does not."
@@ -162,10 +161,9 @@ def basis(machine: Mapping[str, Any], why: str, is_measured: bool) -> str:
         where = f"cpu with {counted(machine.get('num_threads', 1), 'thread')}"
         return f"Planned for CPUs ({why}). Work has costs measured on {where}, collectives are gloo's."
     costs = "measured on" if is_measured else "recorded on another machine's"
-    return (
-        f"Planned for GPUs ({why}). Kernels, coding and hooks have costs {costs} {machine['device']}. "
-        "NCCL's collectives are assumed, not measured."
-    )
+    assumed = ", ".join(filter(None, ["NCCL's collectives", machine.get("assumed")]))
+    said = f"Planned for GPUs ({why}). Work has costs {costs} {machine['device']}. "
+    return f"{said}Assumed, not measured: {assumed}."
 
 
 def summary(plan: LinkPlan, inputs: dict[str, Any], basis: str) -> dict[str, Any]:
@@ -210,12 +208,10 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     rows = [p for p in plan.best_by_label() if p.relative_steps is not None]
     fastest = min(rows, key=lambda p: p.time_to_loss)
     named = [method]
-    if plan.pays and fastest.time_to_loss < plan.best.time_to_loss / EQUAL:
+    if link.bandwidth < FAST and fastest.time_to_loss < plan.best.time_to_loss / EQUAL:
         named.append(fastest.method)
-        faster = (
-            f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as dense"
-        )
-        said.append(f"Predicted to be faster still: {faster}. It is not advised first: measure both.")
+        faster = f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as"
+        said.append(f"Predicted to be faster still: {faster} dense. It is not advised first: measure both.")
     if plan.situation.optimizer == "sgd":
         said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")
     if any(each.algorithm == "dgc" for each in named):

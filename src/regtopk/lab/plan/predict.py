@@ -122,14 +122,14 @@ def best_of(predictions: Sequence[Prediction], link: Link) -> Prediction:
     It is one that docs/which-method.md advises, or no compression, if such methods were asked for. Otherwise
     it is one with a record; or, if there is none of ours, one that is taken to need the steps of dense.
     """
+    if link.bandwidth >= FAST:
+        return next(p for p in predictions if p.method == DENSE)
     ours = [p for p in predictions if p.method not in TORCH]
-    advised = [p for p in ours if p.method.is_advised]
     if link.latency_s >= LONG_S:
-        advised = [p for p in advised if p.method.rounds.fragments == 1] or advised
+        ours = [p for p in ours if p.method.rounds.fragments == 1] or ours
+    advised = [p for p in ours if p.method.is_advised]
     advised = [p for p in advised if p.relative_steps is not None] or advised
     ours = advised or [p for p in ours if p.relative_steps is not None] or ours
-    if link.bandwidth >= FAST:
-        ours = []
     others = UNCOMPRESSED if advised or not ours else TORCH
     found = [*ours, *(p for p in predictions if p.method in others)]
     fastest = min(p.time_to_loss for p in found)
