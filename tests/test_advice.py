@@ -76,6 +76,9 @@ def test_plan_and_train_know_what_the_page_advises() -> None:
     assert f"exchange = regtopk.attach(model, {code_of(sgd)})" in planned
     options = ", ".join(f"{name}={value}" for name, value in rounds.items())
     assert f"exchange = regtopk.UpdateExchange(model, optimizer, {code_of(adamw)}, {options})" in planned
+    (dgc,) = (each for each in planned_methods() if each.algorithm == "dgc")  # the one way that is tried
+    momentum = advised("With SGD and momentum, data spread evenly")[0]
+    assert as_code(dgc) == f"exchange = regtopk.attach(model, {code_of(momentum)})"
     for task, algorithm in (("digits", sgd), ("gpt", adamw)):
         config = TrainConfig(task=task)
         assert config.methods[0].build(density=config.densities[0], value_code=None) == algorithm

@@ -4,7 +4,8 @@ The planner knows the parameters' shapes, the bandwidth the links have while all
 (slow-network-throughput.json, throughput.py), the step without an exchange (compute_s of the recorded row)
 and what work costs on that machine when N workers share it, in slow-network-calibration-N.json. Those were
 measured by an earlier planner, which timed the processor while N workers were at work, and every algorithm.
-Their seconds are here by the units of today's. The line "peer-topk" is of torch.topk and an index_add_.
+Their seconds are here by the units of today's, with "step" in the others. The line "peer-topk" is of
+torch.topk and an index_add_.
 
     python -m benchmarks.slow_network.against_plan [--into docs/when-it-pays.md]
 """
@@ -17,10 +18,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_against_plan
 from benchmarks.slow_network.models import resnet18_shapes
 from benchmarks.slow_network.results import accuracy_table
 from regtopk.core.link import Link
-from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.costs import RECORDED, Calibration
 from regtopk.lab.plan.exchange import PlannedExchange, Work, Workload, exchange_of, num_buckets
 from regtopk.lab.plan.link import WIRE_BYTES_PER_BYTE, all_gather
 from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, PlannedMethod, planned_methods
@@ -84,6 +86,7 @@ def tables(rows: list[dict[str, Any]], results: Path = RESULTS) -> dict[str, str
         "speed-up": _by_workers(rows, "speed-up over no hook, measured", _speedup_cell(rows)),
         "planned": _how_far_off(planned),
         "break-even": _break_even(results),
+        "gpu": gpu_against_plan.how_near(gpu_against_plan.compare(Calibration.read(RECORDED), results)),
         "accuracy": accuracy_table(
             json.loads((results / "slow-network.json").read_text())["time_to_accuracy"]
         ),

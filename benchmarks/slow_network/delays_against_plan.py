@@ -2,7 +2,7 @@
 
 slow-network-delays.json has the measured steps, and the step without an exchange that the planner is told.
 The costs of work on that machine, when four workers share it, are in slow-network-delays-calibration.json: an
-earlier planner measured them, and they are there by the units of today's.
+earlier planner measured them, and they are there by the units of today's, with "step" in the others.
 
     python -m benchmarks.slow_network.delays_against_plan
 """

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, cast
 
+import torch
 import typer
 
 from regtopk.cli.experiments import as_typed
@@ -16,7 +17,7 @@ from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.lab.experiments.settings import check_device
 from regtopk.lab.plan import page
 from regtopk.lab.plan.calibrate import calibrate
-from regtopk.lab.plan.costs import Calibration, cache_path
+from regtopk.lab.plan.costs import RECORDED, Calibration, cache_path
 from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.learning import OPTIMIZERS, Optimizer
 from regtopk.lab.plan.methods import DENSITIES, UPDATES_DENSITIES, planned_methods
@@ -25,6 +26,8 @@ from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
 from regtopk.lab.report import write_report
 
 SHOWN_DENSITIES = "; of updates ".join(",".join(map(str, each)) for each in (DENSITIES, UPDATES_DENSITIES))
+LARGE = 100_000_000  # parameters, above which GPUs are thought to train
+USUAL_DEVICE = "cuda if torch finds a GPU, or above 100M parameters"
 SHOWN_ONLY = ("out", "force", "as_json", "recalibrate")  # options that do not change the plan
 
 
@@ -48,7 +51,7 @@ def plan(
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where gradients are selected and coded.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default=USUAL_DEVICE)] = None,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the costs again.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="File of the costs; else the cache.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a page with curves.")] = None,
@@ -56,7 +59,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict the methods' steps on a link: what is best, whether it pays, and below which bandwidth."""
-    check_device("device", device)
+    check_choice("device", device or "cpu", ("cpu", "cuda"))
     densities = None if density is None else _densities(density)
     labels = None if algorithms is None else algorithms.split(",")
     num_workers = parse_count("workers", workers)
@@ -73,10 +76,13 @@ def plan(
     link = Link(parse_bandwidth(bandwidth), latency_s, parse_time("step time", step_time))
     workload = Workload.of_size(parse_count("params", params))
     situation = Situation(workload, num_workers, link, trained_by)
-    path = calibration or cache_path(device)
+    on, why = (device, "as asked") if device else _usual_device(workload.numel)
+    why = f"the costs in {calibration}" if calibration and not recalibrate else why
+    is_there = on == "cpu" or torch.cuda.is_available()
+    path = calibration or (cache_path(on) if is_there else RECORDED)
     try:
         is_kept = not recalibrate and (calibration is not None or path.exists())
-        costs = Calibration.read(path) if is_kept else _measured(device, path)
+        costs = Calibration.read(path) if is_kept else _measured(on, path)
         found = make_plan(situation, costs, methods)
     except StateError as error:
         raise StateError(f"{error}; --recalibrate measures this machine and writes the file anew") from error
@@ -91,7 +97,7 @@ def plan(
         "every": steps,
         "calibration": costs.machine,
     }
-    summary = page.summary(found, inputs)
+    summary = page.summary(found, inputs, page.basis(costs.machine, why, is_there or calibration is not None))
     written = None
     if out is not None:
         defaults = {option.name: option.get_default(context) for option in context.command.params}
@@ -99,8 +105,10 @@ def plan(
         command = shlex.join(["regtopk", "plan", *as_typed(typed, [])])
         page.write_run(out, found, costs, summary, command=command, force=force)
         written = write_report(out)
-    where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if value is not None)
-    answer = [page.verdict(found), *summary["notes"], f"Measured costs: {path} ({where})"]
+    if not as_json:
+        typer.echo(summary["basis"])
+    where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if name != "assumed")
+    answer = [page.verdict(found), *summary["notes"], f"Costs: {path} ({where})"]
     show(summary, {"plan": {"table": page.table(found), "notes": answer}}, written, as_json=as_json)
 
 
@@ -111,8 +119,18 @@ def _densities(text: str) -> list[float]:
         raise ArgumentError(f"density must be numbers in (0, 1], separated by commas, got {text!r}") from None
 
 
+def _usual_device(numel: int) -> tuple[str, str]:
+    """What is planned for unless told, and why."""
+    if torch.cuda.is_available():
+        return "cuda", "torch finds one"
+    if numel > LARGE:
+        return "cuda", "more than 100M parameters; --device cpu plans for CPUs"
+    return "cpu", "no GPU here, and at most 100M parameters; --device cuda plans for GPUs"
+
+
 def _measured(device: str, path: Path) -> Calibration:
     """This machine's costs, which are kept in a file."""
+    check_device("device", device)
     typer.echo(f"regtopk: measuring what work costs on this machine, for up to a minute ({path})", err=True)
     with progress_bar("calibration") as progress:
         costs = calibrate(device, progress)

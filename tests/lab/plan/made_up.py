@@ -6,7 +6,7 @@ ROUND_NUMBERS: Line = {"calls": 1e-4, "messages": 1e-4, "bytes": 1e-10, "entries
 ROUND_NUMBERS |= {"numel": 1e-9, "numel beyond": 1e-9}
 CODED = [f"{code}{senders}" for code in ("float32", "4bit") for senders in ("", " senders")]
 LINES = {
-    *("pass", "ddp", "fp16", "powersgd", "sparse none", "dense float32", "dense 4bit"),
+    *("step", "pass", "ddp", "fp16", "powersgd", "sparse none", "dense float32", "dense 4bit"),
     *(f"move {kind}" for kind in ("all_reduce", "all_reduce half", "all_to_all", "all_gather")),
     *(f"{work} {code}" for work in ("select", "sparse") for code in CODED),
 }

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from regtopk import recipes
 from regtopk.cli import app
 from regtopk.lab.plan.costs import cache_path
+from regtopk.lab.plan.methods import ADVISED
 from regtopk.lab.plan.page import UNKNOWN
 from tests.lab.plan.made_up import calibration
 
@@ -37,7 +38,7 @@ def plan(*words: str | Path) -> Any:
 
 def test_json() -> None:
     found = plan(*SMALL)
-    assert list(found) == ["inputs", "methods", "best", "break_even_bits_per_s", "pays", "notes"]
+    assert list(found) == ["basis", "inputs", "methods", "best", "break_even_bits_per_s", "pays", "notes"]
     link = {"workers": 4, "bandwidth_bits_per_s": 1e8, "latency_s": 50e-6, "step_time_s": 0.05}
     expected = {"params": 11_173_962, **link, "exchange": "gradients"}
     assert expected.items() <= found["inputs"].items()
@@ -122,7 +123,8 @@ def test_a_link_that_does_not_pay_and_one_that_is_too_fast_to_predict() -> None:
         found = plan(*SMALL, "--bandwidth", bandwidth)
         assert found["pays"] is False and found["best"]["name"] in ("dense", "fp16")
         assert not any("Paste" in note for note in found["notes"])
-        assert said in invoke(*SMALL, "--bandwidth", bandwidth)[1]
+        out = invoke(*SMALL, "--bandwidth", bandwidth)[1]
+        assert said in out and "use no hook" in out
 
 
 def test_what_is_advised_is_best_unless_others_are_asked_for() -> None:
@@ -133,8 +135,11 @@ def test_what_is_advised_is_best_unless_others_are_asked_for() -> None:
         told = [note for note in found["notes"] if note.startswith(FASTER)]
         assert len(told) == (name == "consensus")
     for latency, fragments in (("1ms", 2), ("30ms", 1)):
-        best = plan(*SMALL, "--latency", latency, "--exchange", "updates")["best"]
+        updates = (*SMALL, "--latency", latency, "--exchange", "updates")
+        best = plan(*updates)["best"]
         assert (best["name"], best["every"], best["fragments"]) == ("topk:impute=0.35", 2, fragments), latency
+    assert plan(*updates, "--every", "500")["best"]["fragments"] == 1
+    assert "Compression may pay with 4 workers" in invoke(*updates, "--every", "500")[1]
 
 
 def test_what_is_faster_still_is_a_row_of_the_table() -> None:
@@ -148,7 +153,7 @@ def test_what_is_faster_still_is_a_row_of_the_table() -> None:
 
 
 def test_dgc_is_said_to_be_measured_against_dense_without_momentum() -> None:
-    for words, is_best in (("dgc", True), ("topk", False)):
+    for words, is_best in (("dgc", True), ("topk", False), (f"{ADVISED[0]},dgc", True)):
         notes = plan(*SMALL, "--bandwidth", "10M", "--algorithms", words)["notes"]
         assert any("dense with momentum is not measured" in note for note in notes) is is_best
 
@@ -158,12 +163,38 @@ def test_a_table_then_the_answer_and_what_it_rests_on() -> None:
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines() if line.startswith(" ")]
     names = [row[0] for row in rows if row]
+    assert out.startswith("Planned for CPUs (the costs in costs.json). Work has costs measured on cpu with ")
     assert names[0] == "density" and names[3] == "dense"
     assert names.count("regtopk") == names.count("dense") == 1
     said = ["Compression pays with 4 workers at ", "it pays, above it does not.", "Paste, on every rank: "]
     said += ["Assumed: latency 50 µs", "How sure: ", "Use none of it "]
     places = [out.index(each) for each in said]
     assert places[0] > 0 and places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("params", "words", "said"),
+    [
+        ("350M", "", "Planned for GPUs (more than 100M parameters; --device cpu plans for CPUs). "),
+        ("1M", "--device cuda", "Planned for GPUs (as asked). "),
+    ],
+)
+def test_without_a_gpu_large_models_have_the_recorded_costs_of_one(
+    params: str, words: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, err = invoke("--params", params, *LINK, *words.split())
+    told = f"{said}Work has costs recorded on another machine's NVIDIA "
+    assert (code, err) == (0, "") and out.startswith(told)
+    assert ". Assumed, not measured: NCCL's collectives" in out.splitlines()[0]
+    assert "Assumed: latency 50 µs one way; 50 ms for a step without communication; NCCL's " in out
+    found = plan("--params", params, *LINK, *words.split(), "--bandwidth", "400 Gbit/s")
+    assert found["pays"] is False and found["best"]["name"] == "dense"
+    code, _, err = invoke("--params", params, *LINK, "--device", "cuda", "--recalibrate")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "regtopk: device must be cpu where torch finds no GPU, got 'cuda'",
+    )
 
 
 def test_no_claim_is_made_for_links_that_are_not_predicted() -> None:
@@ -200,7 +231,7 @@ def test_a_page(tmp_path: Path) -> None:
         ("--workers 1", "workers must be an integer of at least 2, got 1"),
         ("--workers 1000001", "workers must be at most 1000000, got 1000001"),
         ("--density 0.1,2", "density must be numbers in (0, 1], separated by commas, got '0.1,2'"),
-        ("--device abacus", "device must be cpu or cuda, got 'abacus'"),
+        ("--device abacus", "device must be one of cpu, cuda, got 'abacus'"),
         ("--exchange weights", "exchange must be one of gradients, updates, got 'weights'"),
         ("--every 2", "every must be given with exchange 'updates' alone, got 2"),
         ("--exchange updates --every 0", "every must be a whole number from 1 to 1e+15, "),
@@ -224,6 +255,7 @@ def test_a_kept_calibration_is_used_and_another_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     measured: list[str] = []
 
     def calibrate(device: str, progress: Any) -> Any:
@@ -234,6 +266,7 @@ def test_a_kept_calibration_is_used_and_another_is_measured_once(
     code, out, err = invoke("--params", "1M", *LINK)
     assert code == 0 and "fp16" in out and "measuring what work costs on this machine" in err
     assert invoke("--params", "1M", *LINK, "--exchange", "updates")[::2] == (0, "")
+    assert out.startswith("Planned for CPUs (no GPU here, and at most 100M parameters; --device cuda plans ")
     assert measured == ["cpu"] and cache_path("cpu").exists()
     assert invoke("--params", "1M", *LINK, "--recalibrate")[0] == 0 and measured == ["cpu", "cpu"]
 

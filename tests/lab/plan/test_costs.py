@@ -6,7 +6,7 @@ import torch
 from regtopk.errors import OutputError, StateError
 from regtopk.lab.plan import calibrate as cases
 from regtopk.lab.plan.calibrate import calibrate
-from regtopk.lab.plan.costs import Calibration, cache_path, describe_machine, fit
+from regtopk.lab.plan.costs import RECORDED, Calibration, cache_path, describe_machine, fit
 from regtopk.lab.plan.exchange import Work
 from tests.lab.plan.made_up import LINES
 
@@ -55,6 +55,19 @@ def test_what_is_no_calibration(tmp_path: Path) -> None:
 def test_work_is_timed_in_the_units_that_are_planned(case: cases.Case) -> None:
     work, seconds = next(iter(case(HERE)))
     assert work.line in LINES and seconds > 0 and max(work.units.values()) >= 2**10
+
+
+def test_the_recorded_costs_of_a_gpu_are_all_that_is_planned_for_one() -> None:
+    costs = Calibration.read(RECORDED)
+    assert costs.lines.keys() == {line for line in LINES if not line.startswith("move ")}
+    assert costs.machine["device"] != "cpu"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+def test_a_gpu_calibrates() -> None:
+    found = calibrate("cuda", lambda _: None)
+    assert found.lines.keys() == Calibration.read(RECORDED).lines.keys()
+    assert found.machine == describe_machine("cuda")
 
 
 @pytest.mark.usefixtures("forked")

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from regtopk.core.link import Link
 from regtopk.lab.plan.costs import Calibration, Line
 from regtopk.lab.plan.exchange import Workload
-from regtopk.lab.plan.link import WIRE_BYTES_PER_BYTE
+from regtopk.lab.plan.link import NCCL_HOP_S, WIRE_BYTES_PER_BYTE, Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, PlannedMethod, planned_methods
 from regtopk.lab.plan.predict import FAST, Situation, make_plan, predict
 from regtopk.rounds import Rounds
@@ -35,11 +36,19 @@ def test_dense_takes_its_bytes_over_the_bandwidth() -> None:
     assert step_s(FP16, situation(), costs()) == pytest.approx(0.1 + wire_s / 2 - hidden_s)
 
 
-def test_work_of_the_processor_hides_only_where_another_trains() -> None:
+def test_collectives_take_time_from_processors_and_none_from_gpus() -> None:
     lines = {"move all_reduce": {"messages": 1e-2}}
-    on_cpu, on_gpu = (step_s(DENSE, situation(1e12), costs(lines, device)) for device in ("cpu", "H200"))
-    assert on_cpu == pytest.approx(0.1 + 3 * 6e-2, rel=0.01)
-    assert on_gpu == pytest.approx(on_cpu - 2 / 3 * 0.1 * 2 / 3, rel=0.01)
+    on_cpu, on_gpu = (step_s(DENSE, situation(1e18), costs(lines, device)) for device in ("cpu", "H200"))
+    assert on_cpu == pytest.approx(0.1 + 3 * 6e-2)
+    assert on_gpu == pytest.approx(0.1 + 4 * NCCL_HOP_S)  # of the last bucket: two hops up a tree, two down
+
+
+@pytest.mark.parametrize(("collective", "num_hops"), [(all_gather, 7), (all_to_all, 1), (all_reduce, 6)])
+def test_nccl_gathers_by_rings_and_sums_by_trees(
+    collective: Callable[[float, int], Move], num_hops: int
+) -> None:
+    took = collective(8, 8).on_link_s(Link(1e18, 0.001), "H200")
+    assert took == pytest.approx(num_hops * (0.001 + NCCL_HOP_S))
 
 
 def test_work_is_added_up() -> None:

@@ -1,8 +1,8 @@
-"""Measures what work costs on this machine: passes, selection, coding, torch's hooks, gloo's collectives.
+"""Measures what work costs on this machine: passes, selection, coding, hooks, on CPUs gloo's collectives.
 
 The algorithms, the driver and the codes run for one rank of a cluster whose other ranks are copies of it, so
-nothing travels. Collectives run between two processes over loopback. The names and units of work are those
-of `exchange`.
+nothing travels. gloo's collectives run between two processes over loopback; NCCL's are assumed (`link`). The
+names and units of work are those of `exchange`.
 """
 
 from collections import defaultdict
@@ -26,7 +26,9 @@ from regtopk.core.timer import Timer
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps import driver
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import ClusterError
 from regtopk.lab.launch import Emit, join_group, launch
@@ -40,6 +42,7 @@ Point = tuple[Work, float]  # some work, and the seconds it took
 Case = Callable[[torch.device], Iterator[Point]]
 
 SMALL_NUMEL, LARGE_NUMEL = 2**20, 2**24
+ON_GPU = 8  # times as many entries: launches would take longer than the work of fewer
 # of sparse sums: N, J and k
 SPARSE_SIZES = (
     (2, SMALL_NUMEL, 2**10), (8, SMALL_NUMEL, 2**16), (8, MIDDLE_NUMEL, 2**13), (2, MIDDLE_NUMEL, 2**17),
@@ -103,32 +106,39 @@ def _rank_seconds(device: torch.device, N: int, converse: Callable[[], Conversat
 
 
 def pass_points(device: torch.device) -> Iterator[Point]:
-    """A pass over a vector: two are read, one is written."""
-    for numel in (SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL):
+    """A pass over a vector: two are read, one is written. On a GPU, which joins as it copies, a copy."""
+    for size in (SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL):
+        numel = size * (ON_GPU if device.type == "cuda" else 1)
         one, other = (torch.randn(numel, device=device) for _ in range(2))
-        subtract = partial(torch.sub, one, other, out=torch.zeros_like(one))
-        yield Work("pass", numel_units(numel)), typical(partial(_seconds, device, subtract))["all_s"]
+        out = torch.zeros_like(one)
+        run = partial(out.copy_, one) if device.type == "cuda" else partial(torch.sub, one, other, out=out)
+        yield Work("pass", numel_units(numel)), typical(partial(_seconds, device, run))["all_s"]
 
 
 def sparse_points(device: torch.device, code: str, impute: float) -> Iterator[Point]:
     """Top-k on a standard normal gradient: selecting, and coding and summing messages."""
     name = f"{code} senders" if impute else code
-    index = torch.tensor(0, device=device)
-    for N, numel, k in SPARSE_SIZES:
-        layout = Layout.of_shapes([("", (numel,), "linear")])
-        worker = Worker(torch.tensor(1 / N, device=device), index, N, 1, layout)
-        topk = TopK(k=k, value_code=code, impute=impute)
-        converse = partial(topk.exchange, torch.randn(numel, device=device), topk.init(worker), worker)
-        select_s, messages_s = _rank_seconds(device, N, converse)
+    times = ON_GPU if device.type == "cuda" else 1
+    for N, numel, k in ((N, times * numel, times * k) for N, numel, k in SPARSE_SIZES):
+        select_s, messages_s = _topk_seconds(device, N, numel, TopK(k=k, value_code=code, impute=impute))
         yield Work(f"select {name}", {"calls": 1, "entries": k, **numel_units(numel)}), select_s
         yield Work(f"sparse {name}", {"calls": 1, "entries": (1 + N) * k, "numel": numel}), messages_s
 
 
+def _topk_seconds(device: torch.device, N: int, numel: int, topk: TopK) -> tuple[float, float]:
+    """How long a rank takes for Top-k: its own work, and coding and summing."""
+    layout = Layout.of_shapes([("", (numel,), "linear")])
+    worker = Worker(torch.tensor(1 / N, device=device), torch.tensor(0, device=device), N, 1, layout)
+    converse = partial(topk.exchange, torch.randn(numel, device=device), topk.init(worker), worker)
+    return _rank_seconds(device, N, converse)
+
+
 def request_points(device: torch.device) -> Iterator[Point]:
     """Coding sets of indices, and the parts and the sums of dense vectors."""
-    for N, k in product((2, 8), (2**10, 2**13, 2**17)):
-        indices = torch.arange(k, device=device) * (MIDDLE_NUMEL // k)
-        _, gather_s = _rank_seconds(device, N, partial(_ask, Gather(indices, numel=MIDDLE_NUMEL)))
+    times = ON_GPU if device.type == "cuda" else 1
+    for N, k in product((2, 8), (times * 2**10, times * 2**13, times * 2**17)):
+        indices = torch.arange(k, device=device) * (times * MIDDLE_NUMEL // k)
+        _, gather_s = _rank_seconds(device, N, partial(_ask, Gather(indices, numel=times * MIDDLE_NUMEL)))
         yield Work("sparse none", {"calls": 1, "entries": (1 + N) * k}), gather_s
         for code in CODES:
             values = quantise(torch.randn(k, device=device), code)
@@ -143,8 +153,10 @@ def _ask(request: Request) -> Conversation:
 
 
 def hook_points(device: torch.device) -> Iterator[Point]:
-    """The time that DDP adds to a bare model, and that torch's hooks add to DDP, in a group of one."""
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    """What DDP adds to a bare model, torch's hooks to DDP, and ours to a conversation, in a group of one."""
+    backend = "nccl" if device.type == "cuda" else "gloo"  # gloo would copy vectors to the host
+    dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    yield Work("step", {"calls": 1}), _step_seconds(device)
     for width, depth in MODELS:
         time_model = partial(_time_model, device, width, depth)
         plain, ddp, fp16, powersgd = map(time_model, ("plain", "ddp", "fp16", "powersgd"))
@@ -178,6 +190,16 @@ def _time_model(device: torch.device, width: int, depth: int, name: str) -> floa
     return typical(partial(_seconds, device, step))["all_s"]
 
 
+def _step_seconds(device: torch.device) -> float:
+    """What a step takes beside the algorithm's conversation: launches, and seeing that ranks agree."""
+    width, depth, topk = 32, 64, TopK(k=32)  # so small that its step is what any takes
+    model = [nn.Parameter(torch.zeros(width, width, device=device)) for _ in range(depth)]
+    steps = Steps(Parameters(model), topk, Collectives(group_or_default(None)), Options(), Kind("plan"))
+    grads = {name: torch.randn_like(p) for name, p in steps.parameters.named.items()}
+    whole_s = typical(partial(_seconds, device, torch.no_grad()(lambda: steps.run(grads))))["all_s"]
+    return max(0.0, whole_s - sum(_topk_seconds(device, 1, depth * width**2, topk)))
+
+
 def collective_points(N: int) -> Iterator[Point]:
     """Messages and bytes of gloo's collectives between the processes: what they cost without a network."""
     run = Collectives(group_or_default(None))
@@ -206,10 +228,11 @@ CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what 
 
 
 def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case] = CASES) -> Calibration:
-    """Measure collectives and the work `of` one process on cpu or cuda, and fit a line to each kind."""
+    """Measure the work `of` one process on cpu or cuda, on cpu gloo's too, and fit a line to each kind."""
     points: dict[str, list[tuple[Any, float]]] = defaultdict(list)  # by line: units, and seconds
+    gloo = (_time_collectives, NUM_PROCESSES, torch.get_num_threads())
     try:
-        for point in launch(_time_collectives, NUM_PROCESSES, torch.get_num_threads()):
+        for point in launch(*gloo) if device == "cpu" else ():
             points[point["line"]].append((point["units"], point["seconds"]))
     except ClusterError as error:
         raise ClusterError(f"calibration failed: {error}") from None

@@ -20,6 +20,7 @@ from regtopk.lab.plan.exchange import Units, Work
 from regtopk.lab.runs import write_json, writing_to
 
 Line = dict[str, float]  # seconds per unit
+RECORDED = Path(__file__).with_name("gpu.json")  # the costs of a GPU, for where there is none
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,12 @@ def _ours(method: PlannedMethod, numel: int, N: int) -> PlannedExchange:
     rounds = method.rounds
     numel = max(1, numel // rounds.fragments)
     k = max(1, round(method.density * numel))
-    num_passes, work = OWN_PASSES.get(method.algorithm, 0), []
+    num_passes, work = OWN_PASSES.get(method.algorithm, 0), [Work("step", {"calls": 1})]
     if rounds.has_updates:
         num_passes += UPDATE_PASSES + (OUTER_PASSES if rounds.outer != "none" else 0)
     else:
         num_passes += GRADIENT_PASSES
-        work = [Work("ddp", {"numel": numel})]
+        work.append(Work("ddp", {"numel": numel}))
     work += num_passes * [Work("pass", numel_units(numel))]
     if method.algorithm != "dense":
         is_sorted = method.algorithm == "consensus" or method.returned is not None

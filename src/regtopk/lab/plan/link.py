@@ -1,9 +1,10 @@
-"""What `plan` assumes of a link, and of gloo's collectives that run on it; in words: docs/planning.md.
+"""What `plan` assumes of a link, and of the collectives that run on it; in words: docs/planning.md.
 
-A worker receives a message before it adds it up and passes it on. So the processor's time and the link's time
-are added.
+CPUs talk by gloo. A worker receives a message before it adds it up and passes it on, so the processor's time
+and the link's time are added. GPUs talk by NCCL, of which nothing is measured: what is assumed stands here.
 """
 
+from math import ceil, log2
 from typing import NamedTuple
 
 from regtopk.core.link import Link
@@ -11,6 +12,7 @@ from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # TCP over Ethernet, in segments of 1448 bytes
 BACKWARD = 2 / 3  # of a step's computation
+NCCL_HOP_S = 14e-6  # beside the latency: what NCCL's own tuner takes for a hop between machines (tuning.cc)
 
 
 class Move(NamedTuple):
@@ -23,12 +25,14 @@ class Move(NamedTuple):
 
     def on_link_s(self, link: Link, device: str) -> float:
         """How long it takes on a link, the work of processors left out."""
-        is_ring = self.kind == "all_gather" and device != "cpu"  # only on CPUs do short ones go directly
-        num_hops = self.num_messages if is_ring else self.num_hops
         bytes_s = 8 * WIRE_BYTES_PER_BYTE * self.sent_bytes / link.bandwidth
+        if device != "cpu":  # NCCL: a ring to gather, short messages too, and trees to sum
+            others = {"all_gather": self.num_messages, "all_to_all": self.num_hops}
+            num_hops = others.get(self.kind, 2 * ceil(log2(1 + self.num_messages // 2)))
+            return num_hops * (link.latency_s + NCCL_HOP_S) + bytes_s
         # gloo's receiver tells the sender first that it is ready; beside long messages that takes no time
         ready_s = max(0.0, link.latency_s - bytes_s / max(1, self.num_messages) / 4)
-        return num_hops * (link.latency_s + ready_s) + bytes_s
+        return self.num_hops * (link.latency_s + ready_s) + bytes_s
 
 
 def all_gather(message_bytes: float, num_workers: int) -> Move:

@@ -14,8 +14,8 @@ from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, GRADIENTS, Rounds
 CODES = ("float32", "4bit")  # of values, tried unless told; their costs are measured
 COSTS_OF = {"2bit": "4bit"}  # a code whose costs are taken to be another's: the same kernels pack fewer bits
 DENSITIES = (0.001, 0.01, 0.1)
-CHOSEN = ("topk", "regtopk", "consensus", "dgc")  # what one would try first
-PLANNED = (*CHOSEN, "dense")  # whose work a calibration can tell
+PLANNED = ("topk", "regtopk", "consensus", "dgc", "dense")  # whose work a calibration can tell
+CHOSEN = (*PLANNED[:3], "dgc:density=0.005:value_code=4bit")  # tried unless told: DGC as it is advised
 UPDATES_DENSITIES = (0.01, 0.025, 0.05)  # of updates, unless told: rarer rounds need more entries
 EVERY = (1, 2)  # steps of a round of updates, unless told
 ADVISED_EVERY = (1, 2, 4, 8)  # of `ADVISED_UPDATES`, whole and in as many fragments
@@ -122,7 +122,7 @@ def planned_methods(
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
         raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
-    parsed = [Method.parse(label) for label in labels or CHOSEN]
+    parsed = [Method.parse(label) for label in labels or (PLANNED[:-1] if densities else CHOSEN)]
     ours = [method for words in parsed for method in _ways(words, densities or DENSITIES)]
     return list(dict.fromkeys([*TORCH, *ours]))
 

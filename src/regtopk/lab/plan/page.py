@@ -12,6 +12,7 @@ from regtopk.lab.method import Method
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import POWERSGD_RANK
 from regtopk.lab.plan.learning import about
+from regtopk.lab.plan.link import NCCL_HOP_S
 from regtopk.lab.plan.methods import DENSE, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
@@ -21,7 +22,11 @@ from regtopk.recipes import RETURNED_FROM
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
 MAX_CURVES = 8
-UNKNOWN = "Faster links are not predicted: machines talk there by NCCL or RDMA."
+UNKNOWN = "Faster links are not predicted: machines talk there by RDMA or NVLink."
+GLOO = "gloo's collectives, over TCP"
+NCCL = f"NCCL's collectives, over TCP, with {format_time(NCCL_HOP_S)} per hop beside the latency"
+SURE_OF_CPUS = "predicted steps were within 30 % of those measured with gloo on 2 and 4 CPU ranks"
+SURE_OF_GPUS = "no step between machines with GPUs was measured; docs/when-it-pays.md compares those of one"
 
 
 def write_run(
@@ -44,8 +49,8 @@ def write_run(
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
-        about="Curves: how much sooner than DDP without a hook each method reaches a loss, in its best way. "
-        "Where no record says how many steps a method needs, its curve is per step, and says so.",
+        about=f"{summary['basis']} Curves: how much sooner than DDP without a hook each method reaches a "
+        "loss, in its best way. Where no record says how many steps it needs, its curve says 'per step'.",
         command=command,
         config=summary["inputs"],
         panels=[by_bandwidth, by_workers],
@@ -107,17 +112,17 @@ def verdict(plan: LinkPlan) -> str:
         return f"Compression is not advised {where}: use no hook, unless you measure a gain. {UNKNOWN}"
     step, exchange_s = format_time(best.step_time_s), best.step_time_s - link.compute_s
     share = f"The exchange takes {exchange_s / best.step_time_s:.0%} of a step"
-    share += f", {plan.work_s / exchange_s:.0%} of it work of the processor." if exchange_s > 0 else "."
+    share += f", {plan.work_s / exchange_s:.0%} of it local work." if exchange_s > 0 else "."
     if not plan.pays:
-        said = (
-            f"Compression does not pay {where}: {best.method.label} is fastest. A step takes {step}. {share}"
-        )
+        use = "no hook" if best.method == DENSE else "torch's fp16 hook"
+        said = f"Compression does not pay {where}: use {use}. A step takes {step}. {share}"
     else:
         steps, faster = best.relative_steps, format_factor(plan.speedup_to_loss(best))
         gain = f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps"
         if steps is None:
             gain = f"makes a step {faster} times as fast as dense. How many steps it needs is not recorded"
-        said = f"Compression pays {where}: {_named(best.method)} {gain}. A step takes {step}. {share}"
+        pays = "pays" if steps is not None else "may pay"
+        said = f"Compression {pays} {where}: {_named(best.method)} {gain}. A step takes {step}. {share}"
     if plan.break_even_bits_per_s is None:
         return f"{said} It pays at no bandwidth."
     ends = f". {UNKNOWN}" if plan.break_even_bits_per_s > 0.99 * FAST else ", above it does not."
@@ -150,9 +155,21 @@ def _arguments(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def summary(plan: LinkPlan, inputs: dict[str, Any]) -> dict[str, Any]:
+def basis(machine: Mapping[str, Any], why: str, is_measured: bool) -> str:
+    """What the plan is for, and which costs it rests on: said first."""
+    if machine["device"] == "cpu":
+        where = f"cpu with {counted(machine.get('num_threads', 1), 'thread')}"
+        return f"Planned for CPUs ({why}). Work has costs measured on {where}, collectives are gloo's."
+    costs = "measured on" if is_measured else "recorded on another machine's"
+    assumed = ", ".join(filter(None, ["NCCL's collectives", machine.get("assumed")]))
+    said = f"Planned for GPUs ({why}). Work has costs {costs} {machine['device']}. "
+    return f"{said}Assumed, not measured: {assumed}."
+
+
+def summary(plan: LinkPlan, inputs: dict[str, Any], basis: str) -> dict[str, Any]:
     """What --json prints."""
     return {
+        "basis": basis,
         "inputs": inputs,
         "methods": [_row(plan, prediction) for prediction in plan.predictions],
         "best": _row(plan, plan.best),
@@ -185,25 +202,23 @@ def _row(plan: LinkPlan, p: Prediction) -> dict[str, Any]:
 
 def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     """What to paste, what the answer rests on, how sure it is, and when to use none of it."""
-    link, where, method = plan.situation.link, machine["device"], plan.best.method
-    if where == "cpu":
-        where = f"cpu with {counted(machine.get('num_threads', 1), 'thread')}"
+    link, method, is_cpu = plan.situation.link, plan.best.method, machine["device"] == "cpu"
     inner = "[muon, adamw]" if plan.situation.optimizer == "muon" else "optimizer"
     said = [f"Paste, on every rank: {as_code(method, inner)}"] if method not in TORCH else []
-    if method.algorithm == "dgc":
+    rows = [p for p in plan.best_by_label() if p.relative_steps is not None]
+    fastest = min(rows, key=lambda p: p.time_to_loss)
+    named = [method]
+    if link.bandwidth < FAST and fastest.time_to_loss < plan.best.time_to_loss / EQUAL:
+        named.append(fastest.method)
+        faster = f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as"
+        said.append(f"Predicted to be faster still: {faster} dense. It is not advised first: measure both.")
+    if plan.situation.optimizer == "sgd":
+        said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")
+    if any(each.algorithm == "dgc" for each in named):
         said.append(
             "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "
             "without momentum, too; dense with momentum is not measured."
         )
-    rows = [p for p in plan.best_by_label() if p.relative_steps is not None]
-    fastest = min(rows, key=lambda p: p.time_to_loss)
-    if plan.pays and fastest.time_to_loss < plan.best.time_to_loss / EQUAL:
-        faster = (
-            f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as dense"
-        )
-        said.append(f"Predicted to be faster still: {faster}. It is not advised first: measure both.")
-    if plan.situation.optimizer == "sgd":
-        said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")
     if plan.situation.optimizer == "adamw":
         recipe = f"regtopk.recipes.transformer({plan.situation.num_workers})"
         said.append(f"With Muon for the matrices, ask for --optimizer muon, or use {recipe}.")
@@ -216,12 +231,11 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     return [
         *said,
         f"Assumed: latency {format_time(link.latency_s) if link.latency_s else 0} one way; "
-        f"{format_time(link.compute_s)} for a step without communication; vectors selected and coded on "
-        f"{where}; gloo's collectives, not NCCL's or RDMA. fp16 and powersgd are torch's own hooks."
-        + (" If a GPU trains, plan on it with --device cuda." if machine["device"] == "cpu" else ""),
-        "How sure: predicted steps were within 30 % of those measured with gloo on 2 and 4 CPU ranks; GPUs "
-        "and NCCL were not measured. 'steps' says how many a method needs to the loss that dense has after "
-        f"one, in our records ({about(plan.situation.optimizer)}) of it or of one that sends less. Your "
-        "model will differ; '?' and '(per step)' mean that there is no record (docs/planning.md).",
+        f"{format_time(link.compute_s)} for a step without communication; {GLOO if is_cpu else NCCL}. fp16 "
+        "and powersgd are torch's own hooks.",
+        f"How sure: {SURE_OF_CPUS if is_cpu else SURE_OF_GPUS}. 'steps' says how many a method needs to the "
+        f"loss that dense has after one, in our records ({about(plan.situation.optimizer)}) of it or of one "
+        "that sends less. Your model will differ; '?' and '(per step)' mean that there is no record "
+        "(docs/planning.md).",
         "Use none of it inside a machine, over InfiniBand, or where no gap to dense training is allowed.",
     ]

@@ -15,7 +15,7 @@ from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
 
 EQUAL = 1.05  # methods whose times differ by less are equally fast
 LOWEST = 1e3  # bits per second, from which on a break-even is looked for
-FAST = 25e9  # from here on machines have NCCL or RDMA, which is not predicted: no compression is advised
+FAST = 25e9  # from here on machines have RDMA or NVLink, which is not predicted: no compression is advised
 LONG_S = 0.01  # a latency from which on fragments, which multiply the exchanges, are not advised
 MOST_WORKERS = 1_000_000
 
@@ -66,12 +66,11 @@ def predict(method: PlannedMethod, situation: Situation, costs: Calibration) -> 
 def step_time_s(exchange: PlannedExchange, link: Link, costs: Calibration) -> float:
     """How long a step takes with an exchange."""
     num_parts, device = exchange.num_parts, costs.machine["device"]
+    gloo = exchange.moves if device == "cpu" else ()  # NCCL takes nothing from what trains
     work_s = num_parts * sum(costs.seconds(work) for work in exchange.work)
-    move_s = num_parts * sum(costs.seconds(move_work(move)) for move in exchange.moves)
+    move_s = num_parts * sum(costs.seconds(move_work(move)) for move in gloo)
     on_link_s = num_parts * sum(move.on_link_s(link, device) for move in exchange.moves)
-    # what collectives take from the processor hides only where another one trains
-    travels_s = on_link_s if device == "cpu" else on_link_s + move_s
-    hides_s = hidden_s(travels_s, link.compute_s, num_parts, exchange.every, exchange.delay)
+    hides_s = hidden_s(on_link_s, link.compute_s, num_parts, exchange.every, exchange.delay)
     return link.compute_s + (work_s + move_s + on_link_s - hides_s) / exchange.every
 
 
@@ -123,14 +122,14 @@ def best_of(predictions: Sequence[Prediction], link: Link) -> Prediction:
     It is one that docs/which-method.md advises, or no compression, if such methods were asked for. Otherwise
     it is one with a record; or, if there is none of ours, one that is taken to need the steps of dense.
     """
+    if link.bandwidth >= FAST:
+        return next(p for p in predictions if p.method == DENSE)
     ours = [p for p in predictions if p.method not in TORCH]
-    advised = [p for p in ours if p.method.is_advised]
     if link.latency_s >= LONG_S:
-        advised = [p for p in advised if p.method.rounds.fragments == 1] or advised
+        ours = [p for p in ours if p.method.rounds.fragments == 1] or ours
+    advised = [p for p in ours if p.method.is_advised]
     advised = [p for p in advised if p.relative_steps is not None] or advised
     ours = advised or [p for p in ours if p.relative_steps is not None] or ours
-    if link.bandwidth >= FAST:
-        ours = []
     others = UNCOMPRESSED if advised or not ours else TORCH
     found = [*ours, *(p for p in predictions if p.method in others)]
     fastest = min(p.time_to_loss for p in found)

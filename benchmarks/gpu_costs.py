@@ -1,0 +1,71 @@
+"""What does work cost on a GPU? The planner's costs of an H200, put together from other benchmarks' records.
+
+They stand in until a calibration on a GPU replaces the file, which knows all of them:
+
+    regtopk plan --params 124M --workers 8 --bandwidth 1Gbit/s --step-time 300ms --device cuda \\
+        --recalibrate --calibration src/regtopk/lab/plan/gpu.json
+
+Passes (copies) and selections come from kernels-cuda-plain.json. Coding, summing, PowerSGD and what a step
+takes beside come from exchange-cuda.json, the last from its smallest model. Of the rest there is no record:
+4-bit values, and knowing who sent an entry, are taken to cost what float32 does; a dense sum as much per
+entry as a sparse one; DDP a pass, and torch's fp16 hook two.
+
+    python -m benchmarks.gpu_costs
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from regtopk.lab.plan.costs import RECORDED, Calibration, Line, fit
+from regtopk.lab.plan.exchange import Units, numel_units
+
+RESULTS = Path(__file__).parent / "results"
+CODED = [f"{code}{senders}" for code in ("float32", "4bit") for senders in ("", " senders")]
+ASSUMED = "what 4-bit values, senders and dense sums cost, and DDP's own work"
+MESSAGES = ("encode", "decode", "sum")  # passes that make and read them
+
+
+def make() -> Calibration:
+    """The costs, by the units of today's planner."""
+    kernels, exchanges = (_read(name) for name in ("kernels-cuda-plain", "exchange-cuda"))
+    points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
+    for row in kernels["results"]:
+        took, numel = row["plain_launches"]["median_s"], row["numel"]
+        points["pass"].append((numel_units(numel), took["copy"]))
+        points["select"].append(({"calls": 1, "entries": row["k"], **numel_units(numel)}, took["Top-k"]))
+    density, num_workers = (_option(exchanges, name) for name in ("density", "workers"))
+    beside, smallest = [], min(row["numel"] for row in exchanges["results"])
+    for row in exchanges["results"]:
+        numel, took = row["numel"], {each["pass"]: each["ms"] / 1e3 for each in row["passes"]}
+        if row["exchange"] == "torch PowerSGD":
+            points["powersgd"].append(({"messages": 64, **numel_units(numel)}, row["ms"] / 1e3))
+            continue
+        units = {"calls": 1, "entries": (1 + num_workers) * round(density * numel), "numel": numel}
+        points["sparse"].append((units, sum(took[name] for name in MESSAGES)))
+        if numel == smallest:  # whose passes over all entries take next to nothing
+            beside.append(row["ms"] / 1e3 - sum(took[name] for name in (*MESSAGES, "accumulate and select")))
+    found = {name: fit(times) for name, times in points.items()}
+    per_entry = {unit: found["sparse"][unit] for unit in ("calls", "entries")}
+    lines: dict[str, Line] = {"step": {"calls": median(beside)}}
+    lines |= {name: found[name] for name in ("pass", "powersgd")}
+    lines |= {"ddp": found["pass"], "fp16": {unit: 2 * cost for unit, cost in found["pass"].items()}}
+    lines |= {f"{work} {code}": found[work] for work in ("select", "sparse") for code in CODED}
+    lines |= {"sparse none": per_entry, "dense float32": per_entry, "dense 4bit": per_entry}
+    machine = {name: exchanges[name] for name in ("device", "torch")}
+    return Calibration({**machine, "made_by": "python -m benchmarks.gpu_costs", "assumed": ASSUMED}, lines)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def _option(record: dict[str, Any], name: str) -> float:
+    words = record["command"].split()
+    return float(words[words.index(f"--{name}") + 1])
+
+
+if __name__ == "__main__":
+    make().write(RECORDED)
