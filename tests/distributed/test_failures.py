@@ -51,7 +51,7 @@ def test_a_long_run_stays_as_it_was(way: type[Gradients | Updates], tmp_path: Pa
     soak(20, 10, tmp_path / "first", way)
     seen = soak(80, 10, tmp_path / "second", way)
     first, last = seen["looks"][1], seen["looks"][-1]  # with six checkpoints between them
-    assert last["threads"] == first["threads"]
+    assert last["threads"] <= first["threads"]  # one of the first run may have ended in between
     assert last["files"] <= first["files"] + 2  # a file and its folder may be open to be written
     assert seen["are_parameters_equal"] and seen["law_error"] <= seen["law_bound"] < 1e-4
     dist.barrier()
