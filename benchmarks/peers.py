@@ -6,7 +6,7 @@
 runs `regtopk compare gpt` with the rows of a table (docs/comparisons.md), and prints that command first. What
 stands behind the table's name is handed on. Started again, it goes on where it was stopped. `--rows A,B` runs
 some rows alone, and `--dry-run` none. `--at-once 4` runs four rows side by side, each in a process and a
-folder of its own, and then puts what has finished into the table's folder: small models leave a GPU idle.
+folder of its own, and then puts what has finished into the table's folder: one starts while others train.
 """
 
 import argparse
@@ -91,9 +91,8 @@ class Table(NamedTuple):
     received_bytes: int  # per worker and step, of the rows whose density is open: 1/100 of a ring of bfloat16
     options: str
     rows: tuple[str, ...] = tuple(ROWS)
-    lr_shares: tuple[
-        float, ...
-    ] = ()  # times the lr picked for enwik8-8, beside all else picked; (): a search
+    # times the lr that was picked for enwik8-8, with all else that was picked there; none: a search
+    lr_shares: tuple[float, ...] = ()
     every: int | None = None  # of DiLoCo and MuLoCo, instead of what was picked
 
 
@@ -174,13 +173,17 @@ def run_side_by_side(
 
 
 def gather(rows: Sequence[Path], out: Path) -> None:
-    """Put the records and searches of several folders into one, which then can be resumed."""
-    searched: dict[str, object] = {}
-    with RunWriter(out, read_header(rows[0]), force=True) as writer:
-        for row in rows:
-            searched |= read_object(row / SEARCH)
-            for record in read_records(row):
-                writer.add(record)
+    """Add the records and searches of several folders to one, which then can be resumed."""
+    folders = [folder for folder in (out, *rows) if (folder / CONFIG).exists()]
+    records = {
+        (record["method"], record["density"], record["seed"], record["step"]): record
+        for folder in folders
+        for record in read_records(folder)
+    }
+    searched = {key: run for folder in folders for key, run in read_object(folder / SEARCH).items()}
+    with RunWriter(out, read_header(folders[0]), force=True) as writer:
+        for record in records.values():
+            writer.add(record)
     write_json(out / SEARCH, searched)
 
 
@@ -191,15 +194,15 @@ def main() -> int:
     parser.add_argument("--rows", help="some of them, with commas between")
     parser.add_argument("--dry-run", action="store_true", help="print the command alone")
     parser.add_argument("--at-once", type=int, default=1, help="how many rows run side by side")
-    parser.add_argument("--out", type=Path, required=True, help="where the table is kept")
+    parser.add_argument("--out", type=Path, help="where the table is kept; out/TABLE if not given")
     given, more = parser.parse_known_args()
-    table = TABLES[given.table]
+    table, out = TABLES[given.table], given.out or Path("out") / given.table
     names = tuple(given.rows.split(",")) if given.rows else table.rows
     if unknown := set(names) - set(table.rows):
         parser.error(f"rows must be of {', '.join(table.rows)}, got {', '.join(sorted(unknown))}")
     if given.at_once > 1 and not given.dry_run:
-        return run_side_by_side(table, names, given.out, more, at_once=given.at_once)
-    command = command_of(table, names, [*more, "--out", str(given.out)])
+        return run_side_by_side(table, names, out, more, at_once=given.at_once)
+    command = command_of(table, names, [*more, "--out", str(out)])
     if given.dry_run:
         print(shlex.join(["regtopk", *command]))
         return 0

@@ -73,9 +73,11 @@ def test_rows_that_ran_side_by_side_become_one_folder(tmp_path: Path) -> None:
     for row, hardware in (("one", "a GPU"), ("other", None)):
         with RunWriter(tmp_path / row, header) as writer:
             for step in (1, 2):
-                writer.add({"method": row, "step": step, "hardware": hardware})
+                found = {"method": row, "density": 0.1, "seed": 1, "step": step, "hardware": hardware}
+                writer.add(found)
         write_json(tmp_path / row / SEARCH, {row: {"final": 1.0}})
-    peers.gather([tmp_path / "one", tmp_path / "other"], tmp_path)
-    assert read_object(tmp_path / SEARCH).keys() == {"one", "other"}
-    kept = [(r["method"], r["step"], r.get("hardware")) for r in read_records(tmp_path)]
+    for row in ("one", "other", "one"):  # what the folder holds stays, and is not there twice
+        peers.gather([tmp_path / row], tmp_path / "all")
+    assert read_object(tmp_path / "all" / SEARCH).keys() == {"one", "other"}
+    kept = [(r["method"], r["step"], r.get("hardware")) for r in read_records(tmp_path / "all")]
     assert kept == [("one", 1, "a GPU"), ("one", 2, "a GPU"), ("other", 1, None), ("other", 2, None)]
