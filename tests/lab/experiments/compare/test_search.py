@@ -54,11 +54,12 @@ def test_one_option_after_another_is_searched_from_the_middle_and_no_point_twice
 
         return find_best(grid, num_runs, cost_of), [" ".join(point) for point in points]
 
-    first = ["2.0 0.2", "1.0 0.2", "3.0 0.2", "3.0 0.1", "3.0 0.3", "3.0 0.4", "1.0 0.1", "2.0 0.1"]
-    assert tried(2) == (("2.0", "0.2"), first[:2])
-    assert tried(4) == (("3.0", "0.1"), first[:4])
-    rest = ["1.0 0.3", "1.0 0.4", "2.0 0.3", "2.0 0.4"]  # no line through the best is left
-    assert tried(12) == (("3.0", "0.1"), first + rest)
+    first = ["2.0 0.2", "3.0 0.2", "3.0 0.3", "3.0 0.1"]  # 3.0 is better than 2.0: 1.0 is not tried
+    assert tried(2) == (("3.0", "0.2"), first[:2])
+    assert tried(4) == (("3.0", "0.1"), first)
+    rest = ["2.0 0.1", "1.0 0.1", "3.0 0.4"]  # beside the best, then what differs from it in one option
+    assert tried(7) == (("3.0", "0.1"), first + rest)
+    assert tried(12)[0] == ("3.0", "0.1") and len(set(tried(12)[1])) == 12
     assert find_best(grid, 12, lambda point: 0.0) == ("1.0", "0.1")
 
 

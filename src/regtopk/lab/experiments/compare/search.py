@@ -85,24 +85,31 @@ def tuning_seeds(records: Sequence[Record]) -> set[int]:
 def find_best(grid: Grid, num_runs: int, cost_of: Callable[[GridPoint], float]) -> GridPoint:
     """The point with the smallest cost among so many, found one option after another.
 
-    The search begins in the middle of every list. It tries all values of one option while the others stay at
-    their best, then those of the next option, and goes round. Once that finds nothing new, it tries the point
-    that differs from the best in the fewest options. Of equal costs, the first in the lists' order is best.
+    The search begins in the middle of every list. Of one option it tries the values beside the best, and goes
+    on to either side while that is better, then those of the next option, and goes round. Once that finds
+    nothing new, it tries the point that differs from the best in the fewest options. Of equal costs, the first
+    in the lists' order is best.
     """
     costs: dict[GridPoint, float] = {}
 
-    def best_after(points: Sequence[GridPoint]) -> GridPoint:
-        for point in points:
-            if point not in costs and len(costs) < num_runs:
-                costs[point] = cost_of(point)
+    def best_after(point: GridPoint) -> GridPoint:
+        if point not in costs and len(costs) < num_runs:
+            costs[point] = cost_of(point)
         return min((point for point in grid.methods if point in costs), key=costs.__getitem__)
 
-    best = best_after([tuple(values[(len(values) - 1) // 2] for values in grid.lists.values())])
+    best = best_after(tuple(values[(len(values) - 1) // 2] for values in grid.lists.values()))
     while len(costs) < num_runs:
         num_before = len(costs)
         for place, values in enumerate(grid.lists.values()):
-            best = best_after([(*best[:place], value, *best[place + 1 :]) for value in values])
+            at = values.index(best[place])
+            for side in (values[at + 1 :], values[:at][::-1]):
+                for value in side:
+                    before, best = best, best_after((*best[:place], value, *best[place + 1 :]))
+                    if best == before:
+                        break
+                if best[place] != values[at]:
+                    break
         if len(costs) == num_before:
             left = {at: sum(map(str.__ne__, at, best)) for at in grid.methods if at not in costs}
-            best = best_after([min(left, key=left.__getitem__)])
+            best = best_after(min(left, key=left.__getitem__))
     return best
