@@ -31,7 +31,7 @@ LOCO = f"dense:{UPDATES}:every={{}}:outer=nesterov:outer_lr=0.5|0.7|1:outer_mome
 MULOCO = (
     f"dense:{UPDATES}:every={{}}:outer=nesterov:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8"
 )
-OURS = f"topk:value_code=2bit:{UPDATES}:optimizer=muon:every=8|4:fragments=every:outer=nesterov:outer_lr=0.9"
+OURS = f"topk:value_code=2bit:{UPDATES}:optimizer=muon"
 RANKS = "optimizer=adamw|muon:weight_decay=0|0.1"
 LMO = "ef21:value_code=4bit:eta=0.05|0.1|0.3:optimizer=lmo:weight_decay=0|0.1"
 DEMO_LR = "lr=0.00025|0.0005|0.001|0.002|0.004"
@@ -47,8 +47,14 @@ class Row(NamedTuple):
 ROWS = {
     "dense AdamW": Row("dense:weight_decay=0|0.1"),
     "dense Muon": Row("dense:optimizer=muon:weight_decay=0.01|0.1"),
-    "ours": Row(f"{OURS}:impute=0.05|0.1|0.15:outer_momentum=0.1|0.2|0.4"),
-    "ours with returned": Row(f"{OURS}:returned=0.15|0.2|0.25|0.3:outer_momentum=0.2|0.3|0.4"),
+    "ours": Row(
+        f"{OURS}:every=8|4:fragments=every:outer=nesterov:outer_lr=0.9:impute=0.05|0.1|0.15:"
+        "outer_momentum=0.1|0.2|0.4"
+    ),
+    "ours with returned": Row(
+        f"{OURS}:fragments=every:outer=nesterov:every=8:outer_lr=0.7|0.9|1:returned=0.15|0.2|0.25:"
+        "outer_momentum=0.2|0.3|0.4"
+    ),
     "DiLoCo": Row(LOCO.format("8|16|32") + BF16, "0.7, 0.9; every 30 to 500"),
     "MuLoCo": Row(MULOCO.format("8|16|32") + BF16, "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
     "DiLoCo in 4 bits": Row(f"{LOCO.format('32|64')}:value_code=4bit:sum_code=4bit"),
