@@ -13,7 +13,7 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -93,22 +93,33 @@ BODIES = ("dense AdamW", "dense Muon", "DiLoCo", "MuLoCo", "ours with returned")
 class Table(NamedTuple):
     """Rows that are run alike, on enwik8."""
 
-    received_bytes: int  # per worker and step, of the rows whose density is open: 1/100 of a ring of bfloat16
+    received_bytes: (
+        int  # per worker and step, of the rows whose density is open: 1/100 of a ring, `-few` 1/500
+    )
     options: str
     rows: tuple[str, ...] = tuple(ROWS)
     # times the lr that was picked for enwik8-8, with all else that was picked there; none: a search
     lr_shares: tuple[float, ...] = ()
-    every: int | None = None  # of DiLoCo and MuLoCo, instead of what was picked
+    instead: Mapping[str, Mapping[str, float]] = {}  # of what was picked there, by row
 
 
+ROUNDS_OF_30 = {"DiLoCo": {"every": 30}, "MuLoCo": {"every": 30}}
+FEW = {"ours": {}, "ours with returned": {"returned": 0.03}, "SparseLoCo": {}} | {
+    name: {"every": 80} for name in ("MuLoCo in 2 bits", "streaming MuLoCo in 2 bits")
+}
 GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --set batch_size=8 --steps 384"
 TABLES = {
     "enwik8-8": Table(168_000, "--tokens bytes"),
+    "enwik8-8-few": Table(33_800, "--tokens bytes", tuple(FEW), (0.5, 1), FEW),
     "enwik8-8-sorted": Table(168_000, "--tokens bytes --split sorted", lr_shares=(1,)),
     "enwik8-32": Table(186_000, "--tokens bytes --workers 32 --set batch_size=4", lr_shares=(0.5, 1, 2)),
     "gpt2-12x768": Table(4_330_000, GPT2, BODIES, lr_shares=(0.25, 0.5, 1)),
     "muloco-16": Table(
-        180_000, "--tokens bytes --workers 16 --set batch_size=8 --steps 1560", BODIES, (0.5, 1, 2), every=30
+        180_000,
+        "--tokens bytes --workers 16 --set batch_size=8 --steps 1560",
+        BODIES,
+        (0.5, 1, 2),
+        ROUNDS_OF_30,
     ),
 }
 
@@ -121,10 +132,8 @@ def words_for(table: Table, name: str, folder: Path = PICKED) -> str:
     found = [record["search"]["picked"] for record in read_records(folder) if record["method"] == words]
     if not found:
         raise SystemExit(f"rows of this table must be recorded in {folder} first, got {name}")
-    picked = dict(found[-1])
+    picked = found[-1] | table.instead.get(name, {})
     lrs = [f"{share * float(picked['lr']):g}" for share in table.lr_shares]
-    if name in ("DiLoCo", "MuLoCo") and table.every:
-        picked["every"] = table.every
     algorithm, *options = words.split(":")
     kept = dict(option.split("=") for option in options) | picked | {"lr": "|".join(lrs)}
     return ":".join([algorithm, *(f"{key}={value}" for key, value in kept.items())])
