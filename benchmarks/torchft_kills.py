@@ -2,10 +2,11 @@
 
 Three processes on this machine exchange updates by regtopk.integrations.torchft with torchft's own
 lighthouse and managers. One of them is killed (SIGKILL) at a random moment, and started anew when the others
-have made three rounds without it. After every round each writes down a checksum of its parameters, buffers
-and outer momentum.
+have made three rounds without it. After every round each writes down a checksum of theta_start, buffers and
+outer momentum. Then the lighthouse is killed, and started again on the same port after some seconds.
 
     python benchmarks/torchft_kills.py [--json] [--out FILE] [--times N] [--seed S] [--heartbeat-ms T]
+        [--fragments F] [--outages 2,45]
 """
 
 import hashlib
@@ -14,6 +15,9 @@ import os
 import platform
 import random
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,12 +32,13 @@ from reporting import give, parser_for
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-REPLICAS, EVERY, QUORUM_S = 3, 2, 30.0
+REPLICAS, PAUSE, QUORUM_S = 3, 2, 30.0  # steps from one fragment's turn to the next one's
+GROUP_S = 4.0  # the timeout of collectives
 PATIENCE_S = 120.0
 _forks = mp.get_context("forkserver")
 
 
-def run_replica(lighthouse: str, number: int, log: str) -> None:
+def run_replica(lighthouse: str, number: int, log: str, fragments: int) -> None:
     """Train until somebody kills the process."""
     from torchft import Manager, ProcessGroupGloo
 
@@ -44,7 +49,7 @@ def run_replica(lighthouse: str, number: int, log: str) -> None:
     torch.manual_seed(number)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=GROUP_S)),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=2,
@@ -65,42 +70,66 @@ def run_replica(lighthouse: str, number: int, log: str) -> None:
         model,
         optimizer,
         regtopk.RegTopK(density=0.05),
-        every=EVERY,
+        every=PAUSE * fragments,
+        fragments=fragments,
         outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
     )
     with open(log, "a", buffering=1) as file:
         while True:
             seen = {"time": time.time(), "round": exchange.num_rounds, "weights": exchange.weights}
-            bits = checksum_of(model, exchange.outer)
+            bits = checksum_of(exchange.state_dict())
             file.write(json.dumps({**seen, "failed": exchange.num_failed, "bits": bits}) + "\n")
-            for _ in range(EVERY):
+            for _ in range(PAUSE):
                 optimizer.zero_grad()
                 x, y = torch.randn(32, 64), torch.randint(10, (32,))
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
 
 
-def checksum_of(model: nn.Module, outer: Any) -> str:
-    """Of parameters, buffers and outer momentum, which all replicas have alike after a round."""
-    momentum = [state["momentum_buffer"] for state in outer.state.values()]
+def checksum_of(state: dict[str, Any]) -> str:
+    """Of theta_start, buffers and outer momentum, which all replicas have alike after a round."""
+    momentum = [part["momentum_buffer"] for part in state["outer"]["state"].values()]
     found = hashlib.sha256()
-    for tensor in (*model.state_dict().values(), *momentum):
+    for tensor in (*state["start"].values(), *state["buffers"]["start"].values(), *momentum):
         found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+class Lighthouse:
+    """torchft's own, as a process on a port that stays the same."""
+
+    def __init__(self, heartbeat_ms: int) -> None:
+        with socket.create_server(("", 0)) as taken:
+            port = taken.getsockname()[1]
+        self.address = f"http://localhost:{port}"
+        told = {"bind": f"[::]:{port}", "min_replicas": 2, "join_timeout_ms": 20_000}
+        told["heartbeat_timeout_ms"] = heartbeat_ms
+        run = "from torchft._torchft import lighthouse_main; lighthouse_main()"
+        self._command = [sys.executable, "-c", run]
+        self._command += [word for name, value in told.items() for word in (f"--{name}", str(value))]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 class Replicas:
     """The processes, and what they write down."""
 
-    def __init__(self, folder: Path, lighthouse: str) -> None:
-        self.folder, self.lighthouse = folder, lighthouse
+    def __init__(self, folder: Path, lighthouse: str, fragments: int) -> None:
+        self.folder, self.lighthouse, self.fragments = folder, lighthouse, fragments
         self.processes: list[ForkServerProcess] = []
 
     def start(self) -> int:
         """A new one; its number."""
         number = len(self.processes)
         log = str(self.folder / f"{number}.jsonl")
-        process = _forks.Process(target=run_replica, args=(self.lighthouse, number, log), daemon=True)
+        told = self.lighthouse, number, log, self.fragments
+        process = _forks.Process(target=run_replica, args=told, daemon=True)
         process.start()
         self.processes.append(process)
         return number
@@ -160,24 +189,38 @@ def kill_one(replicas: Replicas, alive: list[int], draw: random.Random) -> dict[
     }
 
 
+def lose_lighthouse(
+    replicas: Replicas, alive: list[int], lighthouse: Lighthouse, gone_s: float
+) -> dict[str, Any]:
+    """Kill the lighthouse, start it again, and wait for the replicas."""
+    lighthouse.kill()
+    gone = time.time()
+    time.sleep(gone_s)
+    meanwhile = [len(replicas.rounds(number, gone + 1, None)) for number in alive]
+    moment = time.time()
+    lighthouse.start()
+    replicas.wait_for(alive, 3, moment, REPLICAS)
+    first = [replicas.rounds(number, moment, REPLICAS)[0]["time"] - moment for number in alive]
+    return {
+        "gone_s": gone_s,
+        "rounds_meanwhile": meanwhile,
+        "next_commit_s": [round(s, 2) for s in first],
+    }
+
+
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heartbeat-ms", type=int, default=2000, help="after which a replica is lost")
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--outages", default="2,45", help="seconds that the lighthouse is gone, with commas")
     arguments = parser.parse_args()
-    from torchft.coordination import LighthouseServer
-
     _forks.set_forkserver_preload(["torch", "torchft", "regtopk"])
     draw = random.Random(arguments.seed)
-    lighthouse = LighthouseServer(
-        bind="[::]:0",
-        min_replicas=2,
-        join_timeout_ms=20_000,
-        heartbeat_timeout_ms=arguments.heartbeat_ms,
-    )
+    lighthouse = Lighthouse(arguments.heartbeat_ms)
     with tempfile.TemporaryDirectory() as folder:
-        replicas = Replicas(Path(folder), lighthouse.address())
+        replicas = Replicas(Path(folder), lighthouse.address, arguments.fragments)
         try:
             alive = [replicas.start() for _ in range(REPLICAS)]
             replicas.wait_for(alive, 5, replicas=REPLICAS)
@@ -185,18 +228,25 @@ def main() -> None:
             for number in range(arguments.times):
                 kills.append(kill_one(replicas, alive, draw))
                 print(f"kill {number + 1}: {kills[-1]}", flush=True)
+            outages = []
+            for gone_s in map(float, filter(None, arguments.outages.split(","))):
+                outages.append(lose_lighthouse(replicas, alive, lighthouse, gone_s))
+                print(f"lighthouse gone: {outages[-1]}", flush=True)
             num_compared, differing = replicas.differing()
             have_stayed = all(replicas.processes[number].is_alive() for number in alive)
         finally:
             for process in replicas.processes:
                 process.kill()
-            lighthouse.shutdown()
+            lighthouse.kill()
     report = {
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
         "torch": torch.__version__,
         "heartbeat_timeout_s": arguments.heartbeat_ms / 1000,
         "quorum_timeout_s": QUORUM_S,
+        "group_timeout_s": GROUP_S,
+        "fragments": arguments.fragments,
         "kills": kills,
+        "outages": outages,
         "worst_next_commit_s": max(s for kill in kills for s in kill["next_commit_s"]),
         "rounds_compared": num_compared,
         "rounds_that_differ": differing,

@@ -65,7 +65,9 @@ def test_steps_go_on_among_other_ranks() -> None:
     assert not bool(new["own"].any())  # the last selection has another meaning now
     assert float(bucket.worker.weight) == float(group.rank == 0)
 
-    steps.buckets.begin_from(steps.buckets.shared())
+    steps.begin_from(steps.buckets.shared(), 9, is_late=True)
+    assert torch.equal(steps.buckets.all[0].state.state_dict()["residual"], old["residual"])
+    steps.begin_from(steps.buckets.shared(), 9)
     assert not bool(steps.buckets.all[0].state.state_dict()["residual"].any())  # as a new rank's
 
 

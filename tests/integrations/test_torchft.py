@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
+from itertools import count, pairwise
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock, patch
@@ -75,9 +75,9 @@ class After(NamedTuple):
 class Replicas:
     """Replica processes of one lighthouse, each telling about every round."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_ms: int) -> None:
         self._lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=2, join_timeout_ms=20_000, heartbeat_timeout_ms=2_000
+            bind="[::]:0", min_replicas=2, join_timeout_ms=patience_ms, heartbeat_timeout_ms=2_000
         )
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -127,8 +127,8 @@ class Replicas:
 
 
 @pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    them = Replicas()
+def replicas(request: pytest.FixtureRequest) -> Iterator[Replicas]:
+    them = Replicas(getattr(request, "param", 20_000))
     yield them
     them.stop()
 
@@ -154,6 +154,7 @@ def _train(
     parameters = list(model.parameters())
     parts = [parameters[:2], parameters[2:]] if options.pop("has_two_optimizers", False) else [parameters]
     optimizers = [torch.optim.AdamW(part, lr=0.02) for part in parts]
+    late_at = options.pop("late_at", None)
     try:
         exchange = TorchftExchange(manager, model, optimizers, algorithm, outer=_nesterov, **options)
     except Exception as error:
@@ -162,6 +163,7 @@ def _train(
     pipe.send(_after(exchange, model))
     pause = options["every"] // options.get("fragments", 1)  # from one fragment's turn to the next one's
     for num_steps in count(1 - options.get("delay", 0)):
+        time.sleep(6 * (num_steps == late_at))
         model.zero_grad()
         nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
         for optimizer in optimizers:
@@ -321,6 +323,24 @@ def test_a_replica_that_the_others_are_ahead_of_goes_on_from_them(replicas: Repl
     _check_alike(replicas.heard, 1, first=0)
 
 
+@pytest.mark.parametrize("replicas", [500], indirect=True)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_replica_that_is_late_is_left_out_and_sends_its_update_later(
+    replicas: Replicas, fragments: int
+) -> None:
+    options = {"algorithm": TopK(density=0.25), "every": 2 * fragments, "fragments": fragments}
+    for late_at in (None, None, 20):
+        replicas.start(**options, late_at=late_at)
+    replicas.listen(_have_rounds((2,), 16))
+    late = replicas.heard[2]
+    before, back = next((a, b) for a, b in pairwise(late) if b.num_rounds > a.num_rounds + 1)
+    meanwhile = [a for a in replicas.heard[0] if before.num_rounds < a.num_rounds < back.num_rounds]
+    assert meanwhile and all(after.weights == [0.5, 0.5] for after in meanwhile)
+    assert back.weights == [1 / 3] * 3  # it has something to send
+    assert back.residual_norm > 0 and [told[-1].num_failed for told in replicas.heard] == [0, 0, 0]
+    _check_alike(replicas.heard, 1, first=0)
+
+
 def test_a_replica_hands_on_the_state_that_it_could_not_begin_from_yet(replicas: Replicas) -> None:
     """It was given the first one's, which is gone then: the third begins from the second."""
     replicas.start()
@@ -402,6 +422,12 @@ def _fail_in_a_round(options: dict[str, Any]) -> None:
         train(pause)  # the same fragment has the next turn
         check(num_before + 1, 1)
         train(pause)
+        check(num_before + 2, 1)
+        ahead = exchange.state_dict()
+        ahead["start"] = {name: start + 1 for name, start in ahead["start"].items()}
+        with torch.no_grad():
+            exchange._maker.begin_from(ahead, is_late=True)
+        first += 1  # of a replica that was late all else is as it was: its residual, and what it has learned
         check(num_before + 2, 1)
         kept = exchange.state_dict()
         damages: list[dict[str, Any]] = [{"start": {"weight": torch.zeros(1)}}, {"shared": [{}] * 9}]

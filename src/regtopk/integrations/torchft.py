@@ -109,8 +109,12 @@ class QuorumRounds(RankRounds):
         yield self._outcome(fragment, self.land(fragment))
 
     def take(self, given: dict[str, Any]) -> None:
-        """Called by the Manager in a quorum: go on from a peer's state when settings have been compared."""
-        self._given, self._is_new = given, True
+        """Called by the Manager in a quorum: go on from a peer's state when settings have been compared.
+
+        A replica whose last round counts has missed the rounds since: it was late, and keeps what it has not
+        sent. One whose last round does not count may have been heard by others, and begins anew.
+        """
+        self._given, self._is_new = given, self._is_new or not self._is_committed
 
     def state_dict(self) -> dict[str, Any]:
         """What a new replica goes on from: all but this replica's residual and local steps."""
@@ -132,14 +136,20 @@ class QuorumRounds(RankRounds):
         }
         return {name: copied(part) for name, part in state.items()}
 
-    def begin_from(self, given: dict[str, Any]) -> None:
-        """Take a peer's place: all is as there, but for the residual, which is zero."""
+    def begin_from(self, given: dict[str, Any], *, is_late: bool = False) -> None:
+        """Take a peer's place: all is as there, but for the residual, which is zero.
+
+        A late replica keeps its residual, its own optimizer's state, and its update: theta_n - theta_start.
+        """
         self.load([])
+        model, own = self._model, {}
+        if is_late:
+            own = {"optimizer": model.inner.state_dict(), "parameters": model.moved_to(given["start"])}
         for name, tensor in given["frozen"].items():
-            self._model.frozen[name].copy_(tensor)
+            model.frozen[name].copy_(tensor)
         same = {name: given[name] for name in ("num_steps", "start", "optimizer", "buffers")}
-        load_into(self._model, LoadedModel(outer_state=given["outer"], **same))
-        self._steps.begin_from(given["shared"], given["num_rounds"])
+        load_into(model, LoadedModel(outer_state=given["outer"], **(same | own)))
+        self._steps.begin_from(given["shared"], given["num_rounds"], is_late=is_late)
         self._turn_at, self._num_seen = given["turn_at"], given["num_steps"]
         self._num_steps, self._given = self._num_seen, None
 
@@ -157,11 +167,11 @@ class QuorumRounds(RankRounds):
         weights, stamps, num_steps = everyone.unbind(1)
         if bool((stamps != stamp).any()):
             compare(group, steps.settings)
-        if self._given is not None:
-            self.begin_from(self._given)
+        if is_behind := self._given is not None:
+            self.begin_from(self._given, is_late=not self._is_new)
         if not bool(weights.any()):
             return False
-        if self._is_new:  # it takes what the senders have learned
+        if self._is_new or is_behind:  # it takes what the senders have learned
             self._num_steps = int(num_steps[weights > 0].max())
         steps.regroup(group, weights / weights.sum())
         return True
@@ -222,8 +232,9 @@ class TorchftExchange(UpdatesBase):
     only when `manager.should_commit()` says so; otherwise the next round sends what this one did not. Nothing
     else may call `start_quorum` and `should_commit`. With `delay`, a step waits for the quorum alone.
 
-    A replica that is new, or was left behind, waits for a round, and goes on from another one's state. What
-    goes wrong in a round is told to `manager.report_error`. docs/elastic.md has more on this and on saving.
+    A replica that is new waits for a round, and goes on from another one's state. One that was late does so
+    too, and keeps what it has not sent. What goes wrong in a round is told to `manager.report_error`.
+    docs/elastic.md has more on this and on saving.
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.

@@ -158,9 +158,12 @@ class Buckets:
             for state in (bucket.settled_state for bucket in self.all)
         ]
 
-    def begin_from(self, shared: list[dict[str, Tensor]]) -> None:
-        """Begin as a new rank does: with what all others know alike, and with no residual."""
-        self.all = [self.make(bucket.names) for bucket in self.all]
+    def begin_from(self, shared: list[dict[str, Tensor]], *, is_late: bool) -> None:
+        """Begin with what all others know alike: as a new rank does, with no residual, or with its own."""
+        if is_late:
+            self.regroup(self.rank)
+        else:
+            self.all = [self.make(bucket.names) for bucket in self.all]
         for bucket, fields in zip(self.all, shared, strict=True):
             bucket.load(bucket.entries(), fields)
 

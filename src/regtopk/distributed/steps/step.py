@@ -174,10 +174,13 @@ class Steps:
         self.buckets.regroup(self.rank)
         self._forget()
 
-    def begin_from(self, shared: list[dict[str, Tensor]], num_steps: int) -> None:
-        """Take a peer's place: with what all ranks know alike after so many steps, and with no residual."""
+    def begin_from(self, shared: list[dict[str, Tensor]], num_steps: int, *, is_late: bool = False) -> None:
+        """Take a peer's place: with what all ranks know alike after so many steps.
+
+        It has no residual, unless it is only late.
+        """
         self.settle()
-        self.buckets.begin_from(shared)
+        self.buckets.begin_from(shared, is_late=is_late)
         self._num_steps = num_steps
         self._forget()
 

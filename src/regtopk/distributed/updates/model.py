@@ -1,7 +1,7 @@
 """A rank's model between two exchanges of updates: where the round began, and what was learned since."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, get_args
@@ -151,6 +151,11 @@ class LocalModel:
         ]
         is_spoiled = self.buffers.is_spoiled(self.parameters.device)
         return vectors, torch.stack([*are_finite, ~is_spoiled]).all()
+
+    def moved_to(self, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the parameters are if this round began from another theta_start: its update is the same."""
+        moves = {name: start[name].to(own.device) - own for name, own in self.start.items()}
+        return {name: self.parameters.named[name] + move for name, move in moves.items()}
 
     def apply(self, outer: Optimizer | None, names: Sequence[str]) -> None:
         """Let the outer optimizer change theta_start of some parameters, whose aggregate is in `update`."""
