@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,10 +34,16 @@ from tests.algorithms.cases import CASES
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import sharded, whole_parameters
 from tests.distributed.training import batch, flat_parameters, make_net, refusal
+from tests.integrations.scripts import TELL, bits_of, run, script_of
 
 TIMEOUT_S = 30
 TOPK = regtopk.TopK(density=0.1, value_code="4bit")
 IMPUTED = regtopk.TopK(density=0.1, value_code="4bit", impute=0.35)
+TRAINERS = {  # of docs/trainers.md: the package, and what the script calls its model
+    "huggingface": ("transformers", "model"),
+    "accelerate": ("accelerate", "accelerator.unwrap_model(model)"),
+    "lightning": ("lightning", "module"),
+}
 UPDATES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (IMPUTED, {"every": 2}),
     "fragments": (IMPUTED, {"every": 4, "fragments": 4}),
@@ -298,7 +306,22 @@ def a_killed_rank(backend: str, device: str) -> None:
             print(f"      ended by NCCL's watchdog after {time.monotonic() - began:.1f} s")
 
 
-ALONE = (saved_and_resumed, a_killed_rank)
+def guides_of_trainers(backend: str, device: str) -> None:
+    """The scripts of docs/trainers.md whose packages are installed end with the same bits on both ranks."""
+    for framework, (package, model) in TRAINERS.items():
+        if find_spec(package) is None:
+            print(f"      {package} is not installed")
+            continue
+        source = script_of(framework) + TELL.format(model=model)
+        if device == "cuda":
+            source = source.replace('accelerator="cpu",\n    devices=2', "devices=1,\n    num_nodes=2")
+        with tempfile.TemporaryDirectory() as folder:
+            told = bits_of(run(Ranks(2, TIMEOUT_S, backend), source, Path(folder)))
+        assert len(told) == 2 and len(set(told)) == 1, f"{framework}: {told}"
+        print(f"      {framework} by {package} {version(package)}: {told[0][:21]}")
+
+
+ALONE = (saved_and_resumed, a_killed_rank, guides_of_trainers)
 
 
 @contextmanager

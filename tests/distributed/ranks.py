@@ -198,8 +198,9 @@ def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, backend: str
 
 def _run_script(script: Path, words: tuple[str, ...], port: int) -> str:
     rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    own = (rank, num_ranks) if dist.get_backend() == "gloo" else ("0", "1")  # NCCL's have a host each
     dist.destroy_process_group()
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ |= {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": own[0], "LOCAL_WORLD_SIZE": own[1]}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
     os.chdir(script.parent)
     sys.argv = [str(script), *words]

@@ -12,7 +12,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding=
 # what each rank ends with, as a line of its own
 TELL = """
 import hashlib, torch
-_bits = b"".join(tensor.detach().numpy().tobytes() for tensor in {model}.state_dict().values())
+_bits = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in {model}.state_dict().values())
 print("bits", hashlib.sha256(_bits).hexdigest())
 """
 DIE = """
