@@ -47,8 +47,8 @@ def test_sent_plus_residual_is_what_was_accumulated(case: Case, code: str, dtype
     ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)
     for grads in random_grads(2, dtype=dtype):  # the second has something to carry
         accumulated = torch.stack([_residual(state, J) for state in ranks.states]) + grads
-        sent = torch.stack(ranks.contributions(grads))
-        aggregates, _ = ranks.step(grads)
+        alone, aggregates = ranks.step_alone_and_together(grads)
+        sent = torch.stack(alone)
         kept = torch.stack([_residual(state, J) for state in ranks.states])
         lost = (sent + kept - accumulated).abs()
         largest = torch.stack([sent, kept, accumulated]).abs().amax(0)

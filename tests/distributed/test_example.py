@@ -68,4 +68,5 @@ def launch(pipe: Connection, words: list[str], out: Path) -> None:
     """`torchrun` with these words, in a process that has imported torch; its ranks are processes anew."""
     for number, path in ((1, out), (2, out.with_suffix(".err"))):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ["REGTOPK_KERNELS"] = "reference"  # a rank need not import numba, which takes seconds
     torchrun(words)
