@@ -1,4 +1,4 @@
-"""What shows in a process that has not imported the library yet: what that brings along, and the first call."""
+"""What only a fresh process shows: what the library brings along, and what a kernel's first call does."""
 
 import json
 import subprocess
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 EXTRAS = [
-    *("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft", "flwr", "triton"),
-    *("accelerate", "lightning", "ray", "tokenizers", "transformers"),
+    *("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft", "flwr"),
+    *("triton", "accelerate", "lightning", "ray", "tokenizers", "transformers"),
 ]
 CODE = """
 import json, sys, numpy, torch

@@ -87,8 +87,8 @@ def find_best(grid: Grid, num_runs: int, cost_of: Callable[[GridPoint], float]) 
 
     The search begins in the middle of every list. Of one option it tries the values beside the best, and goes
     on to either side while that is better, then those of the next option, and goes round. Once that finds
-    nothing new, it tries the point that differs from the best in the fewest options. Of equal costs, the first
-    in the lists' order is best.
+    nothing new, it tries the point that differs from the best in the fewest options. Of equal costs, the
+    first in the lists' order is best.
     """
     costs: dict[GridPoint, float] = {}
 
