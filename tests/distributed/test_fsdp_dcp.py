@@ -37,7 +37,7 @@ class Job:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
             self.exchange = regtopk.attach(self.model, algorithm, process_group=replicate, **narrow)
         else:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
             options: dict[str, Any] = {"every": 2, "outer": nesterov, "process_group": replicate}
             narrow |= {"anchors": "cpu"} if is_narrow else {}
             self.exchange = regtopk.UpdateExchange(self.model, self.optimizer, algorithm, **options, **narrow)
