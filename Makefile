@@ -19,6 +19,7 @@ SLOW := tests/kernels/test_compiles.py::test_every_program_compiles \
 	tests/slow_network/test_harness.py::test_two_ranks_on_a_slow_link \
 	tests/slow_network/test_namespaces.py::test_a_signal_removes_what_was_made \
 	tests/slow_network/test_nat.py::test_a_tunnel_changes_no_bit \
+	tests/distributed/test_example.py::test_it_trains_on_two_machines \
 	tests/distributed/test_failures.py::test_updates_of_a_killed_rank_come_back_with_the_same_bits
 
 .PHONY: demo docs test test-kernels test-others test-distributed
