@@ -3,14 +3,11 @@ PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
 
-# The tests run in parts of about the same length, side by side: `make test-kernels` runs one of them.
-# Three jobs more than there are cores, because tests with several processes wait at times.
+# The tests run in two parts side by side. One has all that forks ranks: the process that ranks are forked from takes
+# eight seconds to import torch and the rest, so there is one of it.
+WITH_RANKS := tests/distributed tests/integrations tests/lab/experiments/ranks tests/lab/plan/test_costs.py \
+	tests/lab/test_launch.py
 KERNELS := tests/kernels tests/slow_network
-# Real ranks are in two parts, which have all that forks processes with torch in them, and what else is long.
-RANKS_1 := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
-BESIDE_1 := tests/integrations tests/lab/experiments/compare tests/lab/experiments/ranks tests/lab/test_launch.py
-BESIDE_2 := tests/lab/plan tests/lab/report
-JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
 # CI runs, has Accelerate and Lightning in one process. transformers and ray take half a gigabyte, and scripts that are
@@ -22,9 +19,10 @@ SLOW := tests/kernels/test_compiles.py::test_every_program_compiles \
 	tests/slow_network/test_harness.py::test_two_ranks_on_a_slow_link \
 	tests/slow_network/test_namespaces.py::test_a_signal_removes_what_was_made \
 	tests/slow_network/test_nat.py::test_a_tunnel_changes_no_bit \
+	tests/distributed/test_example.py::test_it_trains_on_two_machines \
 	tests/distributed/test_failures.py::test_updates_of_a_killed_rank_come_back_with_the_same_bits
 
-.PHONY: demo docs test test-kernels test-others test-distributed test-ranks-1 test-ranks-2
+.PHONY: demo docs test test-kernels test-others test-distributed
 .PHONY: test-all test-integrations test-flower lint format clean release-check
 .DELETE_ON_ERROR:
 
@@ -39,22 +37,18 @@ docs: .venv/.docs
 	@echo "the site is in out/site/index.html"
 
 test: .venv/.installed
-	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target \
-		lint test-ranks-2 test-ranks-1 test-others test-kernels
+	$(MAKE) --jobs=3 --keep-going --output-sync=target lint test-distributed test-others
+
+# Ranks give way where all cores are busy: the other part is one process, and would end long after them.
+test-distributed: .venv/.compiled
+	nice -n 5 .venv/bin/pytest $(WITH_RANKS) $(LAUNCHED:%=--ignore=%) $(SLOW:%=--deselect=%)
+
+# The kernels come first: their conftest.py chooses Triton's interpreter before a program is imported.
+test-others: .venv/.compiled
+	.venv/bin/pytest $(KERNELS) tests $(WITH_RANKS:%=--ignore=%) $(SLOW:%=--deselect=%)
 
 test-kernels: .venv/.compiled
 	.venv/bin/pytest $(KERNELS) $(SLOW:%=--deselect=%)
-
-test-distributed: test-ranks-1 test-ranks-2
-
-test-ranks-1: .venv/.compiled
-	.venv/bin/pytest $(RANKS_1) $(BESIDE_1) $(LAUNCHED:%=--ignore=%) $(SLOW:%=--deselect=%)
-
-test-ranks-2: .venv/.compiled
-	.venv/bin/pytest tests/distributed $(RANKS_1:%=--ignore-glob='%') $(BESIDE_2)
-
-test-others: .venv/.compiled
-	.venv/bin/pytest $(patsubst %,--ignore=%,tests/distributed $(BESIDE_1) $(BESIDE_2) $(KERNELS))
 
 test-all:
 	$(MAKE) --keep-going test-integrations test-flower
@@ -111,9 +105,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Parts that start together would each compile the kernels, and the modules of what they import. This takes a core
 # while mypy has the other.
+COMPILE := import matplotlib.pyplot, sklearn.datasets, torch._dynamo, torch.distributed.fsdp; \
+	from regtopk import kernels; assert kernels.self_check("cpu", 0).failure is None
 .venv/.compiled: .venv/.installed $(shell find src/regtopk/kernels -name "*.py")
-	.venv/bin/python -c "import matplotlib.pyplot, sklearn.datasets, torch._dynamo, torch.distributed.fsdp"
-	.venv/bin/regtopk doctor --seconds 0 > /dev/null
+	.venv/bin/python -c '$(COMPILE)'
 	@touch $@
 
 # Absent too when .venv holds another Python, which is then replaced.

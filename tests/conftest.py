@@ -18,6 +18,8 @@ os.environ["TERM"] = "xterm"  # not dumb: rich draws no progress bar there
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+gc.disable()  # until all tests are imported: next to nothing of that is garbage
+
 if len(tempfile.gettempdir()) > 70:  # a socket's path is 103 at most, and multiprocessing adds about 32
     tempfile.tempdir = "/tmp"
 
@@ -40,3 +42,4 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_finish() -> None:
     """What is there by now never goes: garbage is looked for among the rest alone."""
     gc.freeze()
+    gc.enable()

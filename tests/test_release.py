@@ -15,12 +15,7 @@ def test_the_citation_names_this_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "wrong"),
-    [
-        ("v1.2.3", []),
-        ("1.2.3", ["tag must be v1.2.3, got '1.2.3'"]),
-        (None, []),
-    ],
+    ("tag", "wrong"), [("v1.2.3", []), ("1.2.3", ["tag must be v1.2.3, got '1.2.3'"]), (None, [])]
 )
 def test_the_tag_must_name_the_version(tmp_path: Path, tag: str | None, wrong: list[str]) -> None:
     (tmp_path / "CITATION.cff").write_text("title: x\nversion: 1.2.3\n")

@@ -52,16 +52,18 @@ class LockStep:
         self.num_steps += 1
         return aggregates, rounds
 
-    def contributions(self, grads: Tensor) -> list[Tensor]:
-        """What each rank's message alone would add to the model at this step, (J,) each; changes nothing.
+    def step_alone_and_together(self, grads: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """One step: what each rank's message alone would add to the model, (J,) each; and the aggregates.
 
-        The step is run on copies, first to see how many rounds it takes, then with the last sum answered
-        to every rank by its own message at weight one: the aggregate it then returns is what it sent,
-        whatever the message looked like.
+        For the former the step is run on copies, with the last sum answered to every rank by its own message
+        at weight one: the aggregate it then returns is what it sent, whatever the message looked like.
         """
-        _, rounds = self._converse(grads, deepcopy(self.states))
+        before = deepcopy(self.states)
+        aggregates, rounds = self._converse(grads, self.states)
         last_sum = max(i for i, asked in enumerate(rounds) if isinstance(asked[0], (SparseSum, DenseSum)))
-        return self._converse(grads, deepcopy(self.states), echo_round=last_sum)[0]
+        alone, _ = self._converse(grads, before, echo_round=last_sum)
+        self.num_steps += 1
+        return alone, aggregates
 
     def _converse(
         self, grads: Tensor, states: list[State], echo_round: int | None = None

@@ -47,8 +47,8 @@ def test_sent_plus_residual_is_what_was_accumulated(case: Case, code: str, dtype
     ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)
     for grads in random_grads(2, dtype=dtype):  # the second has something to carry
         accumulated = torch.stack([_residual(state, J) for state in ranks.states]) + grads
-        sent = torch.stack(ranks.contributions(grads))
-        aggregates, _ = ranks.step(grads)
+        alone, aggregates = ranks.step_alone_and_together(grads)
+        sent = torch.stack(alone)
         kept = torch.stack([_residual(state, J) for state in ranks.states])
         lost = (sent + kept - accumulated).abs()
         largest = torch.stack([sent, kept, accumulated]).abs().amax(0)
@@ -85,7 +85,8 @@ def test_nothing_is_lost_together(case: Case, code: str, dtype: torch.dtype) -> 
 def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype) -> None:
     ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)
     cluster = case.cluster(value_code=code)
-    for grads in random_grads(3, dtype=dtype):
+    num_steps = 3 if code == "float32" and dtype == torch.float32 else 2  # the second has something to carry
+    for grads in random_grads(num_steps, dtype=dtype):
         aggregates, _ = ranks.step(grads)
         expected = cluster.step(grads)
         assert expected.dtype == dtype

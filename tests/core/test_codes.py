@@ -22,7 +22,6 @@ from regtopk.core.codes import (
 )
 from regtopk.errors import ArgumentError
 
-LOSSY = VALUE_CODES[1:]
 BLOCK_CODES = ("int8", "4bit", "2bit", "sign")
 FLOATS = {torch.float32: (torch.int32, 32), torch.float64: (torch.int64, 64)}
 

@@ -28,7 +28,7 @@ from tests.processes import free_port
 
 NUM_STARTS = 3
 _forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
-_forks.set_forkserver_preload(["pytest", "regtopk", "benchmarks.preloaded"])
+_forks.set_forkserver_preload(["benchmarks.preloaded", "pytest"])
 
 
 class Ranks:

@@ -16,10 +16,6 @@ from tests.distributed.test_updates import is_same_on_all_ranks
 from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, make_net
 
 NUM_STEPS = 6
-# Four ranks add in another order than gloo's all_reduce, so each of 6 steps may round a sum of four terms
-# differently: by at most 3 units of 2^-24 of terms below 2, times a step length of 0.1: 2.2e-7 in all.
-# (Adam divides by the gradient's own size, so it blows such a difference up: there, in float64.)
-TOLERANCE = {torch.float32: 2.2e-7, torch.float64: 1e-12}
 
 
 @dataclass(frozen=True)
@@ -80,13 +76,13 @@ def test_two_ranks_are_bit_identical(case: Case) -> None:
     assert torch.equal(train(case, is_hooked=False), train(case, is_hooked=True))
 
 
-@pytest.mark.parametrize("name", ["several buckets", "unused every third step", "accumulation with no_sync"])
 @on_ranks(4)
-def test_four_ranks_agree_up_to_the_order_of_addition(name: str) -> None:
-    (case,) = [case for case in CASES if case.name == name]
+def test_four_ranks_agree_up_to_the_order_of_addition() -> None:
+    """Adam divides by the gradient's own size, so it blows differences up: this case is in float64."""
+    (case,) = [case for case in CASES if case.name == "unused every third step"]
     plain, hooked = train(case, is_hooked=False), train(case, is_hooked=True)
     assert is_same_on_all_ranks(hooked)
-    torch.testing.assert_close(hooked, plain, rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(hooked, plain, rtol=0, atol=1e-12)
 
 
 def train(case: Case, *, is_hooked: bool) -> Tensor:

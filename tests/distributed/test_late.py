@@ -14,7 +14,7 @@ from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.late import answers_on_the_device
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_equals_simulator import FIRST_VARIANTS
+from tests.distributed.test_equals_simulator import OF_EACH_KIND
 from tests.distributed.training import refusal, same, steps_of
 
 SIZES = {"a": 400, "b": 90, "c": 400}  # two are computed together
@@ -46,11 +46,7 @@ def run(case: Case) -> tuple[list[Tensor], list[bool]]:
     return kept + [tensor.clone() for tensor in states], were_late
 
 
-# every kind of request, several in a step, a state that is shared, and one that listens
-SOME = "topk regtopk dgc ef21 consensus dense powersgd sketch gtopk adaptive demo"
-
-
-@pytest.mark.parametrize("case", [case for case in FIRST_VARIANTS if case.name in SOME.split()], ids=str)
+@pytest.mark.parametrize("case", OF_EACH_KIND, ids=str)
 @on_ranks(2)
 def test_bits_are_those_of_steps_that_wait(case: Case) -> None:
     heard, _ = run(case)

@@ -97,7 +97,6 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
         (f"{IMPUTED}:every=4/4/2/2:fragments=2:clip_norm=1", 4),
         *((f"topk:exchange=updates:every=2:optimizer={name}", 2) for name in ("sgdw", "momentum", "adam")),
         ("topk:value_code=2bit:returned=0.02:exchange=updates:every=4:fragments=2:delay=1", 4),
-        ("regtopk:density=0.05", 2),
         ("regtopk:density=0.05", 4),
         ("dense", 4),  # with a hook, which sums in the order of ranks
     ],

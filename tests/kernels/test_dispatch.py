@@ -1,7 +1,6 @@
-"""Which kernel runs, what it says about itself, and that it leaves torch's threads alone."""
+"""Which kernel runs, what it says about itself, and what threads have to do with it."""
 
 import logging
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -114,19 +113,6 @@ def test_a_broken_numba_is_said_and_the_reference_runs(numba_cannot_be_imported:
     choice = kernels.describe("cpu")
     assert choice.kernel == "reference"
     assert choice.reason == "numba cannot be imported (RuntimeError: numpy is too new)"
-
-
-def test_the_first_call_leaves_torchs_number_of_threads_alone() -> None:
-    code = """
-import torch
-from regtopk.kernels.cpu import selection as cpu
-for wanted in (1, 2, 3):
-    torch.set_num_threads(wanted)
-    cpu.take_largest_(torch.randn(1 << 18), torch.randn(1 << 18), 100)
-    torch.randn(1 << 18).add_(1)
-    assert torch.get_num_threads() == wanted, (torch.get_num_threads(), wanted)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads() -> None:

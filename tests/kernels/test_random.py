@@ -21,8 +21,7 @@ def test_the_same_entries_in_the_same_order(numel: int, k: int, seed: int, step:
 
 
 @pytest.mark.parametrize(
-    ("shape", "index"),
-    [((1,), 0), ((4099,), 3), ((2, 1, 1026), [[5]]), ((3, 1023), [[0], [1], [2]])],
+    ("shape", "index"), [((1,), 0), ((4099,), 3), ((2, 1, 1026), [[5]]), ((3, 1023), [[0], [1], [2]])]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_same_rounding(shape: tuple[int, ...], index: int | list[list[int]], dtype: torch.dtype) -> None:

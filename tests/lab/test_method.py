@@ -94,10 +94,7 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
         ("topk:lr=0", "lr must be positive and finite, got 0"),
         ("topk:index_code=zip", "index_code must be"),
         ("topk:residual_dtype=int8", "residual_dtype must be one of float32, bfloat16, got 'int8'"),
-        (
-            "consensus:impute=0.3",
-            "must be one of density, k, value_code, returned, sum_code, score, ",
-        ),
+        ("consensus:impute=0.3", "must be one of density, k, value_code, returned, sum_code, score, "),
         ("topk:exchange=updates:every=4/x", "every must be an integer of at least 1, got '4/x'"),
         ("topk:exchange=updates:every=4/0", "every must be an integer of at least 1, got 0"),
         ("topk:exchange=updates:every=4/2:delay=2", "delay must be an integer from 0 to 1 with every = 2"),

@@ -28,11 +28,7 @@ def test_values_take_the_type_of_the_default() -> None:
         ("fig2", "densities=0.4,1.5", "density .* got 1.5"),
         ("fig2", "densities=0.4,0.4", r"densities must be different and at least one, got \(0.4, 0.4\)"),
         ("fig2", "device=tpu", "device must be cpu or cuda, got 'tpu'"),
-        (
-            "fig2",
-            "seeds=5-3",
-            "seeds must be a number, or different ones like 3,4,5 or 2-6, got '5-3'",
-        ),
+        ("fig2", "seeds=5-3", "seeds must be a number, or different ones like 3,4,5 or 2-6, got '5-3'"),
         ("scaling", "slope=nan", "slope .* got nan"),
         ("scaling", "curvature=-1", "curvature .* got -1.0"),
     ],

@@ -131,6 +131,7 @@ def test_several_commands_stand_with_the_settings(tmp_path: Path) -> None:
     assert page.count("<pre>first\nsecond</pre>") == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [

@@ -107,7 +107,8 @@ def test_equal_bytes_received_are_equal(tmp_path: Path, budget: dict[str, Any]) 
     density = {method: r["density"] for method, r in results.items()}
     assert density["topk"] < density[methods[-1]] < density["topk:returned=0.1"]
     assert all(row["received per step"] and row["bfloat16 ring / received"] for row in summary["table"])
-    assert "bytes a worker has received" in write_report(tmp_path).read_text(encoding="utf-8")
+    if "like_received" in budget:  # one page is enough: it takes seconds to draw
+        assert "bytes a worker has received" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -167,6 +167,7 @@ def test_bytes_are_counted_by_local_steps(tmp_path: Path, data: str) -> None:
     assert densities[2] > 2 * densities[3]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_a_run_ends_with_and_what_the_page_says(tmp_path: Path, data: str) -> None:
     methods = "dense,topk:lr=0.001,dense:exchange=updates:every=4:outer=nesterov"
     summary = compare(tmp_path, algorithms=methods, lr=(1e-6, 0.05), seeds="1,2", data=data, **SHORT)

@@ -63,6 +63,7 @@ def test_one_option_after_another_is_searched_from_the_middle_and_no_point_twice
     assert find_best(grid, 12, lambda point: 0.0) == ("1.0", "0.1")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_row_says_what_was_picked_among_what(tmp_path: Path, trained: list[tuple[Any, ...]]) -> None:
     """All rows have five runs, and the one with fewer points has those; the label is that of the words."""
     lists = f"dense,topk:lr=0.2|0.1:density=0.02|0.1,{UPDATES}"

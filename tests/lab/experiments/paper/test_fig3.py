@@ -58,10 +58,7 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
         (["fig3", "--preset", "papr"], "preset must be one of"),
         (["fig3", "--set", "task=digits"], "task must be given as the command's own argument"),
         (["fig3"], "data must be given for cifar10"),
-        (
-            ["fig1", "--set", "algorithms=topk"],
-            "num_iterations, lr, mu, w_1, device, got 'algorithms'",
-        ),
+        (["fig1", "--set", "algorithms=topk"], "num_iterations, lr, mu, w_1, device, got 'algorithms'"),
     ],
 )
 def test_bad_words_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
