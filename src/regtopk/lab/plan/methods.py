@@ -1,6 +1,7 @@
 """The methods that are planned, and the words they are asked for with."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from regtopk import recipes
@@ -59,11 +60,7 @@ class PlannedMethod(NamedTuple):
     @property
     def is_advised(self) -> bool:
         """Whether it is one of those that docs/which-method.md advises."""
-        labels = (
-            *ADVISED,
-            *(words_of(recipes.for_workers(n)[0]) for n in (2, recipes.RETURNED_FROM)),
-        )
-        return any(self == each for label in labels for each in _ways(Method.parse(label), ()))
+        return self in _advised()
 
     @property
     def imputes(self) -> bool:
@@ -125,6 +122,12 @@ def planned_methods(
     parsed = [Method.parse(label) for label in labels or (PLANNED[:-1] if densities else CHOSEN)]
     ours = [method for words in parsed for method in _ways(words, densities or DENSITIES)]
     return list(dict.fromkeys([*TORCH, *ours]))
+
+
+@cache
+def _advised() -> frozenset[PlannedMethod]:
+    labels = (*ADVISED, *(words_of(recipes.for_workers(n)[0]) for n in (2, recipes.RETURNED_FROM)))
+    return frozenset(each for label in labels for each in _ways(Method.parse(label), ()))
 
 
 def words_of(recipe: recipes.ExchangeRecipe, every: int | None = None) -> str:
