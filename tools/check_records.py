@@ -18,7 +18,7 @@ from benchmarks.slow_network.methods import Method as Measured
 from benchmarks.slow_network.results import with_headers
 from regtopk.lab.method import SCORE_OPTIONS, Method
 from regtopk.lab.plan.costs import Calibration
-from tools.records import ROOT, rows_in
+from tools.records import ROOT, row_of, rows_in
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUMEL = 11_173_962
@@ -28,6 +28,7 @@ NUM_COLLECTIVES = {"dense": NUM_BUCKETS, "fp16": NUM_BUCKETS, "powersgd": 3, "pe
 NUM_COLLECTIVES |= dict.fromkeys(("topk", "regtopk", "dgc"), 2)  # an agreement, and the messages
 WITHIN = 0.3  # of a measured step, that a predicted one must lie
 NEAR_POINTS = 1.2  # of accuracy
+NEAR_NATS = 0.01  # of test loss
 
 Failures = Iterator[str]
 Rows = list[dict[str, Any]]
@@ -132,8 +133,20 @@ def check_regtopk() -> Failures:
                     yield f"{label} must be within {NEAR_POINTS} points of Top-k, got {points:+.2f}: {file}"
 
 
+def check_ranks() -> Failures:
+    """docs/training.md says what a rank costs that is slow or bad."""
+    fewer, waiting = (
+        row_of("slow-rank", f"{late}:every=4")["mean"] for late in ("one-makes-fewer", "one-always")
+    )
+    if fewer < 2.5 * waiting:
+        yield f"fewer steps on the slow rank must make 2.5 times as many in all, got {fewer / waiting:.2f}"
+    alike, slow = row_of("unequal/alike", "topk"), row_of("unequal/one-slow", "every=4/4/4/1")
+    if slow["mean"] > alike["mean"] + NEAR_NATS:
+        yield f"a slow rank must cost at most {NEAR_NATS} nats, got {slow['mean'] - alike['mean']:+.4f}"
+
+
 CHECKS: list[Callable[[], Failures]] = [
-    *(check_learned, check_plan, check_steps, check_accuracy, check_gpt, check_regtopk)
+    *(check_learned, check_plan, check_steps, check_accuracy, check_gpt, check_regtopk, check_ranks)
 ]
 
 

@@ -45,6 +45,7 @@ COLUMNS = {
     "test loss, nats per character": "{mean:.3f} ± {std:.3f}",
     "behind dense": "{behind:.3f}",
     "from dense AdamW": "{behind:+.3f}",
+    "difference": "{behind:+.3f}",
 }
 SETTINGS = {  # why it is no result: what is then not looked at
     "a version": r"\b(?:Python|torch) \d\.\d+|Apache-2\.0",

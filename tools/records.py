@@ -19,9 +19,17 @@ def rows_of(run: str) -> dict[str, Row]:
     folder = ROOT / "docs" / "results" / run
     if folder.exists():
         return rows_in(folder)
-    steps = json.loads((ROOT / "benchmarks" / "results" / f"{run}.json").read_text("utf-8"))["results"]
-    words = [row["variant"].replace(", ", ":").replace(" ", "-") for row in steps]
-    return {label: {"mean": row["step_s_over_no_hook"]} for label, row in zip(words, steps, strict=True)}
+    file = ROOT / "benchmarks" / "results" / f"{run}.json"
+    return dict(map(_measured, json.loads(file.read_text("utf-8"))["results"]))
+
+
+def _measured(row: Row) -> tuple[str, Row]:
+    """The words of a measurement, and its number: of ddp_step.py a time, of slow_rank.py steps per second."""
+    if "late" in row:
+        words, number = f"{row['late']}, every={row['every']}", row["steps_per_s"]
+    else:
+        words, number = row["variant"], row["step_s_over_no_hook"]
+    return words.replace(", ", ":").replace(" ", "-"), {"mean": number}
 
 
 def rows_in(folder: Path) -> dict[str, Row]:
