@@ -50,7 +50,10 @@ def test_a_table_takes_what_another_picked(table: peers.Table) -> None:
     if not table.lr_shares:
         assert words == peers.ROWS["MuLoCo"].words
     else:
-        assert f"every={table.every or 8}:" in words and "outer_lr=0.7:outer_momentum=0:" in words
+        assert (
+            f"every={table.instead.get('MuLoCo', {}).get('every', 8)}:" in words
+            and "outer_lr=0.7:outer_momentum=0:" in words
+        )
         assert words.endswith(f"lr={'|'.join(f'{0.004 * share:g}' for share in table.lr_shares)}")
 
 
