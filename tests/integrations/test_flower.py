@@ -27,6 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 from regtopk import DGC, RegTopK, TopK
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.integrations.flower.app import SparseFedAvg, SparseMod
+from regtopk.integrations.flower.client import unpack
 from tests.processes import free_port
 
 APP = Path(__file__).parents[2] / "examples/flower"
@@ -261,7 +262,7 @@ class Federation:
         if path is None:
             return None
         with path.open("rb") as file:  # which another file may take the place of meanwhile
-            return {**torch.load(file)["now"], "written": os.fstat(file.fileno()).st_mtime_ns}
+            return {**unpack(file.read())["now"], "written": os.fstat(file.fileno()).st_mtime_ns}
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
