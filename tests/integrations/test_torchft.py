@@ -328,9 +328,8 @@ def test_a_replica_that_the_others_are_ahead_of_goes_on_from_them(replicas: Repl
 def test_a_replica_that_is_late_is_left_out_and_sends_its_update_later(
     replicas: Replicas, fragments: int
 ) -> None:
-    options = {"algorithm": TopK(density=0.25), "every": 2 * fragments, "fragments": fragments}
     for late_at in (None, None, 20):
-        replicas.start(**options, late_at=late_at)
+        replicas.start(TopK(density=0.25), every=2 * fragments, fragments=fragments, late_at=late_at)
     replicas.listen(_have_rounds((2,), 16))
     late = replicas.heard[2]
     before, back = next((a, b) for a, b in pairwise(late) if b.num_rounds > a.num_rounds + 1)
