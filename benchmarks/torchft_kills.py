@@ -96,21 +96,26 @@ def checksum_of(state: dict[str, Any]) -> str:
 
 
 class Lighthouse:
-    """torchft's own, as a process on a port that stays the same."""
+    """torchft's own, as a process on a port that stays the same.
 
-    def __init__(self, heartbeat_ms: int) -> None:
+    It reads the process's own arguments, from the first after the script's name on: so a script starts it.
+    """
+
+    def __init__(self, folder: Path, heartbeat_ms: int) -> None:
         with socket.create_server(("", 0)) as taken:
             port = taken.getsockname()[1]
         self.address = f"http://localhost:{port}"
         told = {"bind": f"[::]:{port}", "min_replicas": 2, "join_timeout_ms": 20_000}
         told["heartbeat_timeout_ms"] = heartbeat_ms
-        run = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-        self._command = [sys.executable, "-c", run]
+        script, self._log = folder / "lighthouse.py", folder / "lighthouse.log"
+        script.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
+        self._command = [sys.executable, str(script)]
         self._command += [word for name, value in told.items() for word in (f"--{name}", str(value))]
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
 
     def kill(self) -> None:
         self._process.kill()
@@ -218,8 +223,8 @@ def main() -> None:
     arguments = parser.parse_args()
     _forks.set_forkserver_preload(["torch", "torchft", "regtopk"])
     draw = random.Random(arguments.seed)
-    lighthouse = Lighthouse(arguments.heartbeat_ms)
     with tempfile.TemporaryDirectory() as folder:
+        lighthouse = Lighthouse(Path(folder), arguments.heartbeat_ms)
         replicas = Replicas(Path(folder), lighthouse.address, arguments.fragments)
         try:
             alive = [replicas.start() for _ in range(REPLICAS)]
