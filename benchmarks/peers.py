@@ -29,9 +29,10 @@ PICKED = Path(__file__).parents[1] / "docs" / "results" / "enwik8-8"
 UPDATES, BF16 = "exchange=updates", ":value_code=bfloat16:sum_code=bfloat16"
 LOCO = f"dense:{UPDATES}:every={{}}:outer=nesterov:outer_lr=0.5|0.7|1:outer_momentum=0|0.5|0.9"
 MULOCO = (
-    f"dense:{UPDATES}:every={{}}:outer=nesterov:optimizer=muon:outer_lr=0.7|0.9|1:outer_momentum=0|0.6|0.8"
+    f"dense:{UPDATES}:every={{}}:outer=nesterov:optimizer=muon:"
+    "outer_lr=0.5|0.7|0.9|1:outer_momentum=0|0.6|0.8"
 )
-OURS = f"topk:value_code=2bit:{UPDATES}:optimizer=muon"
+OURS = f"{UPDATES}:optimizer=muon"
 RANKS = "optimizer=adamw|muon:weight_decay=0|0.1"
 LMO = "ef21:value_code=4bit:eta=0.05|0.1|0.3:optimizer=lmo:weight_decay=0|0.1"
 DEMO_LR = "lr=0.00025|0.0005|0.001|0.002|0.004"
@@ -48,12 +49,16 @@ ROWS = {
     "dense AdamW": Row("dense:weight_decay=0|0.1"),
     "dense Muon": Row("dense:optimizer=muon:weight_decay=0.01|0.1"),
     "ours": Row(
-        f"{OURS}:every=8|4:fragments=every:outer=nesterov:outer_lr=0.9:impute=0.05|0.1|0.15:"
-        "outer_momentum=0.1|0.2|0.4"
+        f"topk:value_code=2bit:{OURS}:every=8|4:fragments=every:outer=nesterov:outer_lr=0.9:"
+        "impute=0.05|0.1|0.15:outer_momentum=0.1|0.2|0.4"
     ),
     "ours with returned": Row(
-        f"{OURS}:fragments=every:outer=nesterov:every=8:outer_lr=0.7|0.9|1:returned=0.15|0.2|0.25:"
-        "outer_momentum=0.2|0.3|0.4"
+        f"topk:value_code=sign:index_code=rice:{OURS}:fragments=every:outer=nesterov:every=8:"
+        "outer_lr=0.7|0.9|1:returned=0.25|0.3|0.35:outer_momentum=0.1|0.2|0.3"
+    ),
+    "ours with returned in 2 bits": Row(
+        f"topk:value_code=2bit:{OURS}:fragments=every:outer=nesterov:every=8:outer_lr=0.7|0.9|1:"
+        "returned=0.15|0.2|0.25:outer_momentum=0.2|0.3|0.4"
     ),
     "DiLoCo": Row(LOCO.format("8|16|32") + BF16, "0.7, 0.9; every 30 to 500"),
     "MuLoCo": Row(MULOCO.format("8|16|32") + BF16, "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
@@ -98,19 +103,30 @@ class Table(NamedTuple):
     rows: tuple[str, ...] = tuple(ROWS)
     # times the lr that was picked for enwik8-8, with all else that was picked there; none: a search
     lr_shares: tuple[float, ...] = ()
-    instead: Mapping[str, Mapping[str, float]] = {}  # of what was picked there, by row
+    instead: Mapping[str, Mapping[str, float | str]] = {}  # of what was picked there, by row
+    seeds: str = "1-3"
 
 
+NEAR = tuple(name for name in ROWS if name.startswith(("dense", "ours")) or "MuLoCo" in name)
 ROUNDS_OF_30 = {"DiLoCo": {"every": 30}, "MuLoCo": {"every": 30}}
 FEW = {"ours": {}, "ours with returned": {"returned": 0.03}, "SparseLoCo": {}} | {
     name: {"every": 64} for name in ("MuLoCo in 2 bits", "streaming MuLoCo in 2 bits")
 }
+# the mean of more workers is less noisy, and smaller: the outer step may be longer
+OUTER = {"outer_lr": "0.7|0.9|1.2"}
+MANY = {"dense AdamW": {}, "dense Muon": {}, "SparseLoCo": {"every": "4|8|16", "decay": "0.9|0.95|1"}} | {
+    "ours with returned": OUTER | {"outer_momentum": "0.2|0.4|0.6"},
+    **{name: OUTER | {"outer_momentum": "0.4|0.6|0.8"} for name in ROWS if name.endswith("MuLoCo in 2 bits")},
+}
 GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --set batch_size=8 --steps 384"
 TABLES = {
     "enwik8-8": Table(168_000, "--tokens bytes"),
+    "enwik8-8-again": Table(168_000, "--tokens bytes", NEAR, lr_shares=(1,), seeds="4-6"),
     "enwik8-8-few": Table(42_000, "--tokens bytes", tuple(FEW), (0.5, 1), FEW),
     "enwik8-8-sorted": Table(168_000, "--tokens bytes --split sorted", lr_shares=(1,)),
-    "enwik8-32": Table(186_000, "--tokens bytes --workers 32 --set batch_size=4", lr_shares=(0.5, 1, 2)),
+    "enwik8-32": Table(
+        186_000, "--tokens bytes --workers 32 --set batch_size=4", tuple(MANY), (0.5, 1, 2), MANY
+    ),
     "gpt2-12x768": Table(4_330_000, GPT2, BODIES, lr_shares=(0.25, 0.5, 1)),
     "muloco-16": Table(
         180_000,
@@ -140,7 +156,7 @@ def words_for(table: Table, name: str, folder: Path = PICKED) -> str:
 def command_of(table: Table, names: Sequence[str], more: Sequence[str]) -> list[str]:
     """The comparison that runs some rows of a table."""
     rows = ",".join(words_for(table, name) for name in names)
-    fixed = f"--data enwik8 --seeds 1-3 --lr {LR} --search-runs {SEARCH_RUNS} --resume"
+    fixed = f"--data enwik8 --seeds {table.seeds} --lr {LR} --search-runs {SEARCH_RUNS} --resume"
     fixed += f" --set num_evaluations={NUM_EVALUATIONS} --set precision=bfloat16"
     fixed += f" --received-bytes-per-step {table.received_bytes} {table.options}"
     return ["compare", "gpt", *fixed.split(), "--algorithms", rows, *more]
@@ -192,7 +208,8 @@ def gather(rows: Sequence[Path], out: Path) -> None:
         for folder in folders
         for record in read_records(folder)
     }
-    searched = {key: run for folder in folders for key, run in read_object(folder / SEARCH).items()}
+    searches = [folder / SEARCH for folder in folders if (folder / SEARCH).exists()]
+    searched = {key: run for path in searches for key, run in read_object(path).items()}
     with RunWriter(out, read_header(folders[0]), force=True) as writer:
         for record in records.values():
             writer.add(record)

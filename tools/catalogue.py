@@ -39,8 +39,8 @@ a_n = e_n + g_n, send s_n * a_n, receive the aggregate g = sum_n w_n (s_n * a_n)
 These options mean the same in all algorithms:
 
 - `density`: k / J in (0, 1], or a function of the step such as `WarmUp`; or give `k` itself.
-- `value_code`: how values travel: `float32`, `bfloat16`, `float16`, `int8`, `4bit` or `2bit`. The residual
-  keeps what a code loses.
+- `value_code`: how values travel: `float32`, `bfloat16`, `float16`, `int8`, `4bit`, `2bit` or `sign`. The
+  residual keeps what a code loses.
 - `impute`: rho in [0, 1] of [imputation](imputation.md); 0 infers nothing.
 - `returned`: the part of J that comes [back](returned.md) of a sum; None: all of it.
 - `score`: None selects by magnitude, a `PosteriorScore` as RegTop-k does.

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import regtopk
-from tools import catalogue, notebook, numbers
+from tools import catalogue, notebook, recorded
 
 ROOT = Path(__file__).parents[1]
 INDEX, REFERENCE = ROOT / "docs" / "README.md", ROOT / "docs" / "api.md"
@@ -117,7 +117,7 @@ def problems() -> Iterator[str]:
     for row in federated_rows():
         if row not in federated:
             yield f"docs/federated.md lacks what was recorded: {row}"
-    yield from numbers.problems()
+    yield from recorded.problems()
 
 
 if __name__ == "__main__":

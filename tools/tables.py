@@ -1,4 +1,4 @@
-"""Tables of pages that are made from recorded runs, or counted: `tools.numbers` writes them.
+"""Tables of pages that are made from recorded runs, or counted: `tools.recorded` writes them.
 
 A table stands between "<!-- made: NAME -->" and "<!-- end -->". NAME is one of OTHERS or a run in
 docs/results, of which "NAME 5" has the first five rows. Of the learning rates that a method ran with, a table

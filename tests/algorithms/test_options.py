@@ -23,7 +23,7 @@ RULES: list[tuple[str, str, str, list[Any]]] = [
     ("sketch", "rows", "an integer of at least 1", [0, -1, 2.0, "2", True]),
     ("randomk", "seed", "an integer", [1.5, "1", None, True]),
     ("demo", "sign", "True or False", [1, 0, None, "yes"]),
-    ("dense", "value_code", f"one of {', '.join(VALUE_CODES)}", ["3bit", None, "sign"]),
+    ("dense", "value_code", f"one of {', '.join(VALUE_CODES)}", ["3bit", None, "none"]),
     ("dgc", "score", "None (magnitude) or a PosteriorScore", [4.0, "regtopk", PosteriorScore]),
     ("regtopk", "damping", "one of factor, cap", ["caps"]),
 ]

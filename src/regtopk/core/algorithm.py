@@ -104,8 +104,8 @@ class Sparsifier(WithDensity[StateT]):
 
     Args:
         density, k: as in `WithDensity`.
-        value_code: how values are coded on the wire: "float32", "bfloat16", "float16", "int8", "4bit" or
-            "2bit". What a code loses stays in the residual.
+        value_code: how values are coded on the wire: "float32", "bfloat16", "float16", "int8", "4bit",
+            "2bit" or "sign". What a code loses stays in the residual.
         returned: see `ReturnsInPart`; None for all other algorithms.
     """
 

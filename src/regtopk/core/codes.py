@@ -1,7 +1,6 @@
 """The names of value and index codes, and every size formula, once.
 
-docs/wire-format.md says what they mean. Users choose from `VALUE_CODES`; "sign", one bit per value, serves
-algorithms that send a sign and a common magnitude.
+docs/wire-format.md says what they mean. Users choose from `VALUE_CODES`.
 """
 
 from functools import lru_cache
@@ -17,7 +16,7 @@ from regtopk.errors import ArgumentError
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
-VALUE_CODES = ("float32", "bfloat16", "float16", "int8", "4bit", "2bit")
+VALUE_CODES = ("float32", "bfloat16", "float16", "int8", "4bit", "2bit", "sign")
 INDEX_CODES = ("elias-fano", "rice", "raw32")
 
 HEADER_WORDS = 8

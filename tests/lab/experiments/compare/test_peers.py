@@ -52,7 +52,7 @@ def test_a_table_takes_what_another_picked(table: peers.Table) -> None:
     else:
         assert (
             f"every={table.instead.get('MuLoCo', {}).get('every', 8)}:" in words
-            and "outer_lr=0.7:outer_momentum=0:" in words
+            and "outer_lr=0.5:outer_momentum=0:" in words
         )
         assert words.endswith(f"lr={'|'.join(f'{0.004 * share:g}' for share in table.lr_shares)}")
 

@@ -1,4 +1,4 @@
-"""Write the numbers of the pages that come from records: python -m tools.numbers. `make docs` checks them.
+"""Write the numbers of the pages that come from records: python -m tools.recorded. `make docs` checks them.
 
 A comment behind a number says where it comes from:
 
@@ -131,7 +131,7 @@ def problems() -> Iterator[str]:
         name, page = path.relative_to(ROOT), path.read_text("utf-8")
         for line in unified_diff(page.splitlines(), written(page).splitlines(), n=0, lineterm=""):
             if re.match(r"[+-](?![+-]{2} $)", line):
-                yield f"{name}, after python -m tools.numbers: {line}"
+                yield f"{name}, after python -m tools.recorded: {line}"
         if path.stem in CHECKED:
             for number in unnamed(page):
                 yield f"{name} has a number without a record: {number}"
