@@ -93,7 +93,7 @@ def compile_codes() -> None:
 
 def compile_blocks() -> None:
     for dtype in (torch.float32, torch.float64):
-        for bits in (4, 2) if dtype == torch.float32 else (4,):
+        for bits in (4, 2, 1) if dtype == torch.float32 else (4,):
             values, count = torch.randn(2, 700, dtype=dtype), torch.tensor([700, 3])
             cuda_blocks.quantise(values, bits, count)
             cuda_blocks.unpack(cuda_blocks.pack(values, bits, None), count, 700, bits, dtype)

@@ -336,7 +336,7 @@ def draws() -> None:
 
 def values_in_blocks() -> None:
     """The CPU's bits, of values and of messages."""
-    for code, dtype in product(("4bit", "2bit"), (torch.float32, torch.float64)):
+    for code, dtype in product(("4bit", "2bit", "sign"), (torch.float32, torch.float64)):
         values, counts = rows_to_code(dtype), torch.tensor([700, 129, 128, 1, 5, 0, 512])
         sent = quantise(values, code)
         assert torch.equal(quantise(values.cuda(), code).cpu(), sent)

@@ -1,4 +1,4 @@
-"""Programs that code values in 4 and 2 bits agree with the tensor operations to the bit."""
+"""Programs that code values in 4, 2 and 1 bits agree with the tensor operations to the bit."""
 
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,7 @@ from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, quantise
 from regtopk.wire.values import pack_values, unpack_values
 from tests.kernels.checks import rows_to_code
 
-CODES = ("4bit", "2bit")
+CODES = ("4bit", "2bit", "sign")
 SIZE = 700
 
 

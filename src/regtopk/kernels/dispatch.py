@@ -105,7 +105,7 @@ def message_programs(tensor: Tensor) -> Any:
 
 def block_programs(tensor: Tensor, code: str, dtype: torch.dtype) -> Any:
     """The module whose programs code these values in blocks; None: torch does."""
-    is_known = code in ("4bit", "2bit") and dtype in _RESIDUAL_DTYPES and tensor.numel() > 0
+    is_known = code in ("4bit", "2bit", "sign") and dtype in _RESIDUAL_DTYPES and tensor.numel() > 0
     has_programs = is_known and tensor.device.type == "cuda" and describe("cuda").kernel != "reference"
     return _module("cuda", "blocks") if has_programs else None
 

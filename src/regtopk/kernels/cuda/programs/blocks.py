@@ -1,4 +1,6 @@
-"""Triton programs of the codes "4bit" and "2bit", whose blocks have two scales, lo and hi.
+"""Triton programs of the codes "4bit", "2bit" and "sign", whose blocks have two scales.
+
+They are lo and hi, or for "sign", the code of one bit, minus and plus.
 
 `regtopk.core.blocks` says what the codes are, and checks these programs. What it computes in float64 or in
 integers is computed so here: the bits are the same. Every program works on BLOCKS blocks of one row.
@@ -11,7 +13,7 @@ from regtopk.kernels.cuda.programs.codes import HEADER
 from regtopk.kernels.cuda.programs.words import SIZES
 
 SIZE = tl.constexpr(128)  # values of a block
-FRACTION_BITS, NUM_REFINEMENTS = tl.constexpr(40), tl.constexpr(3)  # of the means in 2 bits
+FRACTION_BITS, NUM_REFINEMENTS = tl.constexpr(40), tl.constexpr(3)  # of means
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 
 
@@ -32,10 +34,26 @@ def _to_fixed(x, unit):
 
 
 @triton.jit
+def _exponent_of(high):
+    """As frexp has it: of the power of two above, 0 for zero."""
+    exponent = ((high.to(tl.float64).to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022
+    return tl.where(high > 0, exponent, 0)
+
+
+@triton.jit
+def _mean_where(is_counted, magnitude):
+    """The mean of some magnitudes of each block, zero if there are none."""
+    counted = tl.where(is_counted, magnitude, 0.0)
+    exponent = _exponent_of(tl.max(counted, 1))
+    fixed = _to_fixed(counted, _power_of_two(-(exponent - FRACTION_BITS))[:, None])
+    mean = _mean(tl.sum(fixed, 1), tl.sum(is_counted.to(tl.int64), 1))
+    return (mean.to(tl.float64) * _power_of_two(exponent - FRACTION_BITS)).to(tl.float32)
+
+
+@triton.jit
 def _two_means(magnitude, is_valid, low, high):
     """The means of the small and of the large magnitudes of each block."""
-    exponent = ((high.to(tl.float64).to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022
-    exponent = tl.where(high > 0, exponent, 0)
+    exponent = _exponent_of(high)
     unit = _power_of_two(-(exponent - FRACTION_BITS))
     fixed, lo, hi = _to_fixed(magnitude, unit[:, None]), _to_fixed(low, unit), _to_fixed(high, unit)
     total, num = tl.sum(fixed, 1), tl.sum(is_valid.to(tl.int64), 1)
@@ -50,12 +68,15 @@ def _two_means(magnitude, is_valid, low, high):
 
 
 @triton.jit
-def _scales_of(magnitude, is_valid, BITS: tl.constexpr):
-    """lo and hi, (BLOCKS,) float32."""
+def _scales_of(magnitude, is_valid, is_negative, BITS: tl.constexpr):
+    """lo and hi, or minus and plus, (BLOCKS,) float32."""
     high = tl.max(magnitude, 1)
     low = tl.minimum(tl.min(tl.where(is_valid, magnitude, float("inf")), 1), high)
     if BITS == 2:
         low, high = _two_means(magnitude, is_valid, low, high)
+    if BITS == 1:
+        low = _mean_where(is_valid & is_negative, magnitude)
+        high = _mean_where(is_valid & (is_negative == 0), magnitude)
     return low, high
 
 
@@ -70,10 +91,12 @@ def _magnitude_of(lo, hi, LEVEL: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _nearest(magnitude, lo, hi, BITS: tl.constexpr):
+def _nearest(magnitude, is_negative, lo, hi, BITS: tl.constexpr):
     """The level whose magnitude is nearest, int32, and that magnitude, float32."""
     lo, hi, exact = lo[:, None].to(tl.float64), hi[:, None].to(tl.float64), magnitude.to(tl.float64)
     level, found, below = tl.zeros_like(magnitude).to(tl.int32), exact * 0 + lo, lo
+    if BITS == 1:
+        found = tl.where(is_negative, found, exact * 0 + hi)
     for i in tl.static_range(1, 1 << (BITS - 1)):
         above = _magnitude_of(lo, hi, i, BITS)
         is_above = exact > (below + above) * 0.5
@@ -109,8 +132,8 @@ def round_values(
     """The values as a receiver will see them; what is not finite stays as it is, and padding is zero."""
     row, _, at = _row_and_blocks(num_parts, BLOCKS)
     value, is_valid, magnitude, is_negative = _load_magnitudes(values, row, at, k, counts, HAS_COUNTS)
-    lo, hi = _scales_of(magnitude, is_valid, BITS)
-    _, found = _nearest(magnitude, lo, hi, BITS)
+    lo, hi = _scales_of(magnitude, is_valid, is_negative, BITS)
+    _, found = _nearest(magnitude, is_negative, lo, hi, BITS)
     found = (found * tl.where(is_negative, -1.0, 1.0)).to(
         value.dtype
     )  # Triton's minus has no zero of its own
@@ -126,12 +149,12 @@ def pack_values(
     """The words of values on the grid of a code: the scales of all blocks, and behind them the symbols."""
     row, block, at = _row_and_blocks(num_parts, BLOCKS)
     _, is_valid, magnitude, is_negative = _load_magnitudes(values, row, at, k, counts, HAS_COUNTS)
-    lo, hi = _scales_of(magnitude, is_valid, BITS)
+    lo, hi = _scales_of(magnitude, is_valid, is_negative, BITS)
     words += row * num_words
     scales, is_block = words + 2 * block, block * SIZE < k
     tl.store(scales, lo.to(tl.int32, bitcast=True), mask=is_block)
     tl.store(scales + 1, hi.to(tl.int32, bitcast=True), mask=is_block)
-    level, _ = _nearest(magnitude, lo, hi, BITS)
+    level, _ = _nearest(magnitude, is_negative, lo, hi, BITS)
     symbol = tl.where(is_valid, level + tl.where(is_negative, 1 << (BITS - 1), 0), 0)
     PER: tl.constexpr = 32 // BITS  # symbols of a word
     shifted = symbol << ((tl.arange(0, SIZE) % PER) * BITS)[None, :]
@@ -153,7 +176,7 @@ def unpack_values(
     lo = tl.load(words + scales, mask=is_block & (scales < row_words), other=0)
     hi = tl.load(words + scales + 1, mask=is_block & (scales + 1 < row_words), other=0)
     lo, hi = lo.to(tl.float32, bitcast=True), hi.to(tl.float32, bitcast=True)
-    is_sound = (lo >= 0) & (lo <= hi) & (hi < float("inf"))
+    is_sound = (lo >= 0) & (hi >= 0) & (lo < float("inf")) & (hi < float("inf")) & ((lo <= hi) | (BITS == 1))
     if tl.min(is_sound.to(tl.int32), 0) == 0:
         tl.store(are_bad + row, 1)
     PER: tl.constexpr = 32 // BITS
@@ -163,6 +186,8 @@ def unpack_values(
     level = symbol & ((1 << (BITS - 1)) - 1)
     lo, hi = lo[:, None].to(tl.float64), hi[:, None].to(tl.float64)
     found = tl.zeros_like(level).to(tl.float64) + lo
+    if BITS == 1:
+        found = tl.where(symbol == 0, found * 0 + hi, found)
     for i in tl.static_range(1, 1 << (BITS - 1)):
         found = tl.where(level == i, _magnitude_of(lo, hi, i, BITS), found)
     found = (found * tl.where(symbol == level, 1.0, -1.0)).to(values.dtype.element_ty)
