@@ -14,6 +14,7 @@ from regtopk.core.codes import (
     INDEX_CODES,
     VALUE_CODES,
     check_index_code,
+    full_message_bytes,
     index_layout,
     longest_message_bytes,
     message_bytes,
@@ -193,3 +194,12 @@ def test_no_message_is_longer_than_the_longest(numel: int, value_code: str, inde
             entries: Any = {**codes, "indices": torch.arange(start, start + k)}
             size = message_bytes(torch.tensor(k), numel, **entries)
             assert int(size) <= longest_message_bytes(numel)
+
+
+@pytest.mark.parametrize("count", [1, 100, 2_400, 3_000, 7_000, 10_000])
+def test_rice_of_entries_spread_at_random_is_as_long_as_expected(count: int) -> None:
+    draw, numel = torch.Generator().manual_seed(count), 10_000
+    indices = torch.stack([torch.randperm(numel, generator=draw)[:count].sort().values for _ in range(20)])
+    codes: Any = {"dtype": torch.float32, "value_code": "sign", "index_code": "rice"}
+    sizes = message_bytes(torch.full((20,), count), numel, indices=indices, **codes)
+    assert full_message_bytes(count, numel, **codes) == pytest.approx(sizes.double().mean().item(), rel=0.01)

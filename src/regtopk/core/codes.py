@@ -3,6 +3,7 @@
 docs/wire-format.md says what they mean. Users choose from `VALUE_CODES`.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -155,10 +156,16 @@ def longest_message_bytes(numel: int) -> int:
 def full_message_bytes(
     count: int, numel: int, *, dtype: torch.dtype, value_code: str, index_code: str
 ) -> int:
-    """`message_bytes` of one count as a Python number, cached; not for "rice"."""
-    assert index_code != "rice"
+    """`message_bytes` of one count as a Python number, cached; of "rice" if entries are spread at random."""
     counts = torch.tensor(count)
-    return int(message_bytes(counts, numel, dtype=dtype, value_code=value_code, index_code=index_code))
+    size = int(message_bytes(counts, numel, dtype=dtype, value_code=value_code, index_code=index_code))
+    if index_code != "rice" or not count:
+        return size
+    # a gap is geometric: as many unary bits as are expected take the place of the most there can be
+    layout = index_layout(counts, numel, index_code)
+    beyond = (1 - count / numel) ** (1 << int(layout.width))
+    unary_bits = count + math.ceil(count * beyond / (1 - beyond))
+    return size + 4 * (num_words(unary_bits) - int(num_words(layout.unary_bits)))
 
 
 def segment_bytes(count: IntOrTensor, *, dtype: torch.dtype, value_code: str) -> IntOrTensor:

@@ -69,12 +69,11 @@ def split_of(
 
     The union of their supports is then largest: J (1 - (1 - k/J)^N) entries. Values in blocks share scales,
     so their pieces are cut at whole blocks and count their indices from zero. The sums travel uncoded; the
-    ``sender_code`` says how it travels back who sent each entry. "rice" counts as "elias-fano".
+    ``sender_code`` says how it travels back who sent each entry.
     """
-    code = "elias-fano" if index_code == "rice" else index_code
 
     def size(entries: int, of: int, values: str) -> int:
-        return full_message_bytes(entries, of, dtype=dtype, value_code=values, index_code=code)
+        return full_message_bytes(entries, of, dtype=dtype, value_code=values, index_code=index_code)
 
     union = numel * (1 - (1 - count / numel) ** num_workers)
     share, region = math.ceil(count / num_workers), math.ceil(numel / num_workers)

@@ -238,7 +238,7 @@ def test_a_page(tmp_path: Path) -> None:
         ("--exchange updates --every 3G", "every must be at most 2147483647, got 3000000000"),
         ("--workers ８", "workers must be a whole number from 1 to 1e+15, "),
         ("--algorithms ,", "algorithm must be one of "),
-        ("--algorithms topk:k=3", "a planned method has a density, and no k, index_code or residual_dtype"),
+        ("--algorithms topk:k=3", "a planned method has a density and no k or residual_dtype"),
         ("--algorithms topk:value_code=int8", "value_code of a planned method must be one of float32, 4bit"),
         ("--algorithms sketch", "a planned algorithm must be one of topk, regtopk, consensus, dgc, dense"),
         ("--algorithms topq", "algorithm must be one of "),

@@ -97,3 +97,5 @@ def test_the_line_to_paste(planned: PlannedMethod, arguments: str) -> None:
     assert as_code(planned) == f"exchange = regtopk.UpdateExchange(model, optimizer, {arguments})"
     gradients = PlannedMethod("regtopk", 0.001, "float32")
     assert as_code(gradients) == "exchange = regtopk.attach(model, regtopk.RegTopK(density=0.001))"
+    coded = as_code(gradients._replace(index_code="rice"))
+    assert coded.endswith("RegTopK(density=0.001), index_code='rice')")

@@ -19,7 +19,6 @@ from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import COSTS_OF, FP16, POWERSGD, TORCH, PlannedMethod
 
 Units = Mapping[str, float]
-INDEX_CODE = "elias-fano"
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
 SIZE_BYTES = 8  # of a message's size, which ranks tell one another first, and of its number of entries
 POWERSGD_RANK = 2
@@ -163,7 +162,7 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
     if method.algorithm == "dense":
         return [_dense_sum(method, numel, N)]
     if method.algorithm == "consensus":  # everybody's set of indices to everybody, then a sum on their union
-        count, code = ceil(k / N), {"value_code": "none", "index_code": INDEX_CODE}
+        count, code = ceil(k / N), {"value_code": "none", "index_code": method.index_code}
         size = full_message_bytes(count, numel, dtype=torch.float32, **code)
         work = Work("sparse none", {"calls": 1, "entries": (1 + N) * count})
         proposals = PlannedExchange("all_gather", size, [all_gather(size, N)], [work])
@@ -190,7 +189,7 @@ def _dense_sum(method: PlannedMethod, length: int, N: int) -> PlannedExchange:
 
 def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExchange:
     """Everybody's entries to everybody; or, where that moves less, pieces to owners, and sums back."""
-    codes = {"value_code": method.value_code, "index_code": INDEX_CODE}
+    codes = {"value_code": method.value_code, "index_code": method.index_code}
     senders = sender_code([1 / N] * N) if method.imputes else None
     size = split_of(k, numel, N, dtype=torch.float32, sender_code=senders, **codes)
     line = f"sparse {_code(method)}"
@@ -209,7 +208,7 @@ def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: in
     """Entries to their owners, who tell sizes first, and the largest of what these owe to everybody."""
     owned, code = num_owned(numel, N), method.value_code
     counts = ceil(k / N), num_returned(returned, numel, N)
-    codes = {"dtype": torch.float32, "value_code": code, "index_code": INDEX_CODE}
+    codes = {"dtype": torch.float32, "value_code": code, "index_code": method.index_code}
     piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
     costs = _code(method)
     coding = Work(f"sparse {costs}", {"calls": 1, "entries": 2 * k, "numel": owned})

@@ -13,7 +13,8 @@ from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, GRADIENTS, Rounds
 
 CODES = ("float32", "4bit")  # of values, tried unless told; their costs are measured
-COSTS_OF = {"2bit": "4bit"}  # a code whose costs are taken to be another's: the same kernels pack fewer bits
+COSTS_OF = {"2bit": "4bit", "sign": "4bit"}  # taken to cost the same: the same kernels pack fewer bits
+INDEX_CODE = "elias-fano"  # unless told
 DENSITIES = (0.001, 0.01, 0.1)
 PLANNED = ("topk", "regtopk", "consensus", "dgc", "dense")  # whose work a calibration can tell
 CHOSEN = (*PLANNED[:3], "dgc:density=0.005:value_code=4bit")  # tried unless told: DGC as it is advised
@@ -44,13 +45,15 @@ class PlannedMethod(NamedTuple):
     density: float
     value_code: str
     rounds: Rounds = GRADIENTS
+    index_code: str = INDEX_CODE
 
     @classmethod
     def of(cls, words: Method, density: float, value_code: str) -> "PlannedMethod":
         """What words ask for, with this density and this code in place of theirs."""
         options = set(words.options) - {"density", "value_code"}
         own = [f"{key}={text}" for key, text in words.words if key in options]
-        return cls(":".join([words.algorithm, *own]), density, value_code, words.rounds)
+        name, index_code = ":".join([words.algorithm, *own]), words.index_code or INDEX_CODE
+        return cls(name, density, value_code, words.rounds, index_code)
 
     @property
     def algorithm(self) -> str:
@@ -162,10 +165,8 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
 def _ways(words: Method, densities: Sequence[float]) -> list[PlannedMethod]:
     """An algorithm at every density and with every code that its words leave open."""
     check_choice("a planned algorithm", words.algorithm, PLANNED)
-    if words.residual_dtype or words.index_code or "k" in words.options:
-        raise ArgumentError(
-            f"a planned method has a density, and no k, index_code or residual_dtype, got {words.label!r}"
-        )
+    if words.residual_dtype or "k" in words.options:
+        raise ArgumentError(f"a planned method has a density and no k or residual_dtype, got {words.label!r}")
     codes: Sequence[str] = CODES
     if "value_code" in words.options:
         codes = [str(words.options["value_code"])]

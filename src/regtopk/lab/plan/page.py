@@ -13,7 +13,7 @@ from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import POWERSGD_RANK
 from regtopk.lab.plan.learning import about
 from regtopk.lab.plan.link import NCCL_HOP_S
-from regtopk.lab.plan.methods import DENSE, POWERSGD, TORCH, PlannedMethod
+from regtopk.lab.plan.methods import DENSE, INDEX_CODE, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
@@ -142,9 +142,10 @@ def as_code(method: PlannedMethod, inner: str = "optimizer") -> str:
     given = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
     told = {f.name: given[f.name] for f in fields(algorithm) if given[f.name] != f.default}
     made = f"regtopk.{type(algorithm).__name__}({_arguments(told)})"
+    coded = {} if method.index_code == INDEX_CODE else {"index_code": method.index_code}
     if not method.rounds.has_updates:
-        return f"exchange = regtopk.attach(model, {made})"
-    words = _arguments(method.turns)
+        return f"exchange = regtopk.attach({', '.join(filter(None, ['model', made, _arguments(coded)]))})"
+    words = _arguments(method.turns | coded)
     if method.rounds.outer != "none":
         settings = _arguments(method.rounds.outer_settings._asdict())
         words += f", outer=lambda p: torch.optim.SGD(p, {settings})"
