@@ -21,8 +21,8 @@ from regtopk.lab.plan.calibrate import (
     sparse_points,
 )
 from regtopk.lab.plan.costs import Calibration
-from regtopk.lab.plan.exchange import INDEX_CODE, Workload, exchange_of
-from regtopk.lab.plan.methods import FP16, PLANNED, PlannedMethod
+from regtopk.lab.plan.exchange import Workload, exchange_of
+from regtopk.lab.plan.methods import COSTS_OF, FP16, PLANNED, PlannedMethod
 from regtopk.lab.plan.predict import step_time_s
 
 
@@ -31,7 +31,7 @@ def planned(picked: Picked) -> PlannedMethod | None:
     method = picked.method
     if picked.is_plain:
         return FP16
-    if method.algorithm not in PLANNED or method.index_code not in ("", INDEX_CODE):
+    if method.algorithm not in PLANNED:
         return None
     density = method.options.get("density", 1.0)
     assert isinstance(density, float)
@@ -51,11 +51,10 @@ def predicted_step_s(
 
 def shared_costs(device: str, num_workers: int, methods: Sequence[Picked]) -> Calibration:
     """What the work of some methods costs while as many processes calibrate at once: the median of theirs."""
-    codes = sorted(
-        {method.value_code for picked in methods if (method := planned(picked))} - {FP16.value_code}
-    )
+    codes = {method.value_code for picked in methods if (method := planned(picked))} - {FP16.value_code}
+    codes = {COSTS_OF.get(code, code) for code in codes}
     with ProcessPoolExecutor(num_workers, mp_context=mp.get_context("spawn")) as processes:
-        found = list(processes.map(_costs, [device] * num_workers, [codes] * num_workers))
+        found = list(processes.map(_costs, [device] * num_workers, [sorted(codes)] * num_workers))
     lines = {
         name: {unit: median(costs.lines[name][unit] for costs in found) for unit in line}
         for name, line in found[0].lines.items()

@@ -13,7 +13,7 @@ from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, GRADIENTS, Rounds
 
 CODES = ("float32", "4bit")  # of values, tried unless told; their costs are measured
-COSTS_OF = {"2bit": "4bit", "sign": "4bit"}  # taken to cost the same: the same kernels pack fewer bits
+COSTS_OF = {"2bit": "4bit", "sign": "4bit", "bfloat16": "float32"}  # codes that are taken to cost the same
 INDEX_CODE = "elias-fano"  # unless told
 DENSITIES = (0.001, 0.01, 0.1)
 PLANNED = ("topk", "regtopk", "consensus", "dgc", "dense")  # whose work a calibration can tell
