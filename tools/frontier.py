@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
 TITLE = "Test loss against bytes received per worker and step"
 PANEL_INCHES = (5.4, 4.4)
-HIGHEST = 1.15  # of the lowest loss: where the panels end
+HIGHEST = 1.075  # of the lowest loss: where the panels end
 SAME = 1.1  # bytes that differ by less are about the same
 ALIKE = ("task", "split", "num_steps", "num_layers", "width", "context", "text_sha256")  # within a panel
-NAMES = {"sparseloco": "SparseLoCo", "demo": "DeMo", "consensus": "Consensus", "dgc": "DGC"}
+PEERS = {"sparseloco": "SparseLoCo", "demo": "DeMo", "ef21": "EF21", "powersgd": "PowerSGD"}
+OURS = "ours"
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 MARKERS = "osD^vPX"  # one for each kind that has a colour
 PLACES = [  # of a label around its mark, in points
     *((10, 0), (-10, 0), (0, 12), (0, -12), (10, 10), (-10, 10), (10, -10), (-10, -10)),
-    *((x, y) for y in (22, -22, 34, -34, 46, -46) for x in (0, 10, -10)),
+    *((x, y) for y in (16, -16, 28, -28, 40, -40) for x in (0, 10, -10)),
 ]
 
 
@@ -105,17 +106,16 @@ def _panel(num_workers: int, rows: Sequence[Row], bits_per_nat: float | None) ->
 
 
 def kind_of(row: Row) -> str:
-    """What a method is called in the figure, whatever its density, codes and rounds."""
+    """What a method is called in the figure, whatever its density, codes and rounds. AdamW is named, Muon not."""
     method = Method.read(row["method"])
-    name = NAMES.get(method.algorithm, method.algorithm)
-    if method.algorithm in METHODS:
-        name = f"{METHODS[method.algorithm].label} of {method.rounds.exchange}"
+    name = OURS if method.algorithm == "topk" else f"{OURS}: {method.algorithm}"
+    name = PEERS.get(method.algorithm, name)
     if method.algorithm == "dense" and method.rounds.outer == "nesterov":
         return "MuLoCo" if row["optimizer"] == "muon" else "DiLoCo"
     if method.algorithm == "dense":
         name = "dense updates"
-    name += ", sums in part" if "returned" in method.options else ""
-    return f"{name}, {OPTIMIZERS[row['optimizer']]}" if row["optimizer"] in OPTIMIZERS else name
+    name += ", returned" if "returned" in method.options else ""
+    return f"{name}, AdamW" if row["optimizer"] == "adamw" else name
 
 
 def looks_of(panels: Sequence[Panel]) -> dict[str, tuple[Style, str]]:
@@ -180,7 +180,8 @@ def _draw_marks(axes: "Axes", panel: Panel, looks: Mapping[str, tuple[Style, str
             if point.mean > highest:
                 axes.plot(point.num_bytes, highest, "^", ms=7, mfc="none", mec=style.light)
                 continue
-            axes.plot(point.num_bytes, point.mean, marker, ms=7, color=style.light, mew=0)
+            size = 10 if kind.startswith(OURS) else 7
+            axes.plot(point.num_bytes, point.mean, marker, ms=size, color=style.light, mew=0)
             axes.vlines(point.num_bytes, point.low, point.high, color=style.light, lw=2)
     for number, mean in enumerate(panel.dense.values()):
         axes.axhline(mean, color=METHODS["dense"].light, lw=1.6, ls=(0, DASHES[number] or None), zorder=1)
@@ -199,7 +200,7 @@ def _draw_labels(axes: "Axes", panel: Panel, looks: Mapping[str, tuple[Style, st
     left, right = axes.get_xlim()
     drawn = [[(left, mean), (right, mean)] for mean in panel.dense.values()]
     for points in panel.kinds.values():
-        drawn += [[(p.num_bytes, min(p.mean, highest))] * 2 for p in points]
+        drawn += [[(p.num_bytes, min(end, highest)) for end in (p.low, p.high)] for p in points]
         drawn += [[(p.num_bytes, p.mean) for p in pair] for pair in pairwise(_line_of(points, highest))]
     if panel.ring_bytes:
         drawn.append([(panel.ring_bytes, axes.get_ylim()[0]), (panel.ring_bytes, axes.get_ylim()[1])])
@@ -235,6 +236,7 @@ def _place(
         label = axes.annotate(
             text, at, (x, y), textcoords="offset points", color=colour, fontsize=LABEL_POINTS,
             ha="center" if x == 0 else "left" if x > 0 else "right", va="center",
+            weight="bold" if text.startswith(OURS) else "normal",
         )  # fmt: skip
         box = label.get_window_extent()
         is_within = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
