@@ -92,6 +92,14 @@ ROWS = {
     "EF21-Muon both ways": Row(f"{LMO}:returned=0.0025|0.005|0.01", "another way back"),
     **{f"PowerSGD of rank {r}": Row(f"powersgd:rank={r}:value_code=bfloat16:{RANKS}") for r in (1, 4)},
 }  # fmt: skip
+ADVISED = {  # by docs/which-method.md: the learning rate alone is searched
+    "advised with Muon": Row(
+        f"topk:value_code=2bit:{OURS}:every=4:fragments=every:density=0.026:impute=0.15"
+    ),
+    "advised with AdamW": Row(
+        f"topk:value_code=4bit:{UPDATES}:every=2:fragments=every:density=0.01:impute=0.35"
+    ),
+}
 BODIES = ("dense AdamW", "dense Muon", "DiLoCo", "MuLoCo", "ours with returned")
 
 
@@ -118,6 +126,8 @@ MANY = {"dense AdamW": {}, "dense Muon": {}, "SparseLoCo": {"every": "4|8|16", "
     "ours with returned": OUTER | {"outer_momentum": "0.2|0.4|0.6"},
     **{name: OUTER | {"outer_momentum": "0.4|0.6|0.8"} for name in ROWS if name.endswith("MuLoCo in 2 bits")},
 }
+SIZES = ("dense AdamW", "dense Muon", "ours with returned", *ADVISED)
+SHARES = (0.5, 1, 2, 4, 8)  # of a learning rate: small networks take longer steps
 GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --set batch_size=8 --steps 384"
 TABLES = {
     "enwik8-8": Table(168_000, "--tokens bytes"),
@@ -127,6 +137,9 @@ TABLES = {
     "enwik8-32": Table(
         186_000, "--tokens bytes --workers 32 --set batch_size=4", tuple(MANY), (0.5, 1, 2), MANY
     ),
+    "enwik8-8-advised": Table(168_000, "--tokens bytes", tuple(ADVISED)),
+    "enwik8-8-2x64": Table(4_300, "--tokens bytes --set num_layers=2 --set width=64", SIZES, SHARES),
+    "enwik8-8-4x128": Table(29_400, "--tokens bytes --set num_layers=4 --set width=128", SIZES, SHARES),
     "gpt2-12x768": Table(4_330_000, GPT2, BODIES, lr_shares=(0.25, 0.5, 1)),
     "muloco-16": Table(
         180_000,
@@ -140,8 +153,8 @@ TABLES = {
 
 def words_for(table: Table, name: str, folder: Path = PICKED) -> str:
     """A row's words: all that is searched, or what was picked in a recorded table, with learning rates."""
-    words = ROWS[name].words
-    if not table.lr_shares:
+    words = (ROWS | ADVISED)[name].words
+    if not table.lr_shares or name in ADVISED:
         return words
     found = [record["search"]["picked"] for record in read_records(folder) if record["method"] == words]
     if not found:

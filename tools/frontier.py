@@ -106,7 +106,7 @@ def _panel(num_workers: int, rows: Sequence[Row], bits_per_nat: float | None) ->
 
 
 def kind_of(row: Row) -> str:
-    """What a method is called in the figure, whatever its density, codes and rounds. AdamW is named, Muon not."""
+    """What a method is called, whatever its density, codes and rounds. AdamW is named, Muon not."""
     method = Method.read(row["method"])
     name = OURS if method.algorithm == "topk" else f"{OURS}: {method.algorithm}"
     name = PEERS.get(method.algorithm, name)
