@@ -16,7 +16,7 @@ LAYOUT = Layout.of_shapes(
 )
 WEIGHTS = [0.4, 0.3, 0.2, 0.1]
 CODES = list(VALUE_CODES)
-CODES_OF_EACH_KIND = ["float32", "float16", "4bit", "2bit"]  # exact, rounded, in blocks, with zeros sent
+CODES_OF_EACH_KIND = ["float32", "float16", "4bit", "2bit", "sign"]  # exact, rounded, in blocks
 
 CURRENT = PosteriorScore(mu=1.0, reference="current")
 

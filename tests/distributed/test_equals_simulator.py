@@ -44,11 +44,11 @@ class Net(nn.Module):
 
 
 class Wide(nn.Module):
-    """1500 entries: twelve blocks of a code, the last not full."""
+    """1499 entries: twelve blocks of a code, the last not full, and owners that have one entry less."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = (nn.Parameter(torch.zeros(s)) for s in ((30, 40), (40,), (10, 26)))
+        self.one, self.two, self.three = (nn.Parameter(torch.zeros(s)) for s in ((30, 40), (40,), (7, 37)))
 
 
 @dataclass
@@ -62,9 +62,9 @@ class Run:
 
 
 def grads_of(num_steps: int, num_ranks: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(T, N, 1500), entries of very different size, and one step of zeros."""
+    """(T, N, 1499), entries of very different size, and one step of zeros."""
     generator = torch.Generator().manual_seed(3)
-    grads = torch.randn(num_steps, 4, 1500, generator=generator) * torch.logspace(-2, 2, 1500)
+    grads = torch.randn(num_steps, 4, 1499, generator=generator) * torch.logspace(-2, 2, 1499)
     grads[num_steps - 2] = 0
     return grads[:, :num_ranks].to(dtype)
 
@@ -173,8 +173,8 @@ def test_any_weights(four_ranks: Ranks, weights: str, collective: str) -> None:
 @pytest.mark.parametrize("index_code", ["rice", "raw32"])
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 def test_index_codes_change_bytes_only(four_ranks: Ranks, index_code: str, collective: str) -> None:
-    signs = regtopk.TopK(density=0.2, value_code="sign", returned=0.3)
-    for algorithm in (regtopk.RegTopK(density=0.05, value_code="4bit"), ManyRounds(k=20), signs):
+    signs = [regtopk.TopK(density=0.2, value_code="sign", returned=part) for part in (0.3, 1.0)]
+    for algorithm in (regtopk.RegTopK(density=0.05, value_code="4bit"), ManyRounds(k=20), *signs):
         compare(four_ranks, algorithm, index_code=index_code, collective=collective)
 
 

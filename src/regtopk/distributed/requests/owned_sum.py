@@ -77,8 +77,9 @@ def _whole(rank: Rank, rows: SparseGradient, numel: int, sums: SumBuffer) -> Ten
     """Every owner's entries, (N, m), as one vector, (J,)."""
     owners = torch.arange(len(rank.active), device=rows.indices.device).unsqueeze(-1)
     places, values, counts = map(rank.of_active, (rows.indices, rows.values, rows.counts))
-    # the empty place of an owner that has one entry less is zero, wherever it is added
-    indices = entries_of(owners, places, len(rank.active)).clamp(max=numel - 1)
+    indices = entries_of(owners, places, len(rank.active))
+    values = values.where(indices < numel, 0)  # an owner that has one entry less has an empty place
+    indices = indices.clamp(max=numel - 1)
     total = sums.zeros_for(SparseGradient(indices, values, numel))
     kernels.add_in_rank_order_(total, indices, values, torch.ones_like(values[:, 0]))
     sums.keep(total, indices, counts)
