@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_equal_bytes_are_equal(tmp_path: Path) -> None:
     assert all(0.93 * budget <= size <= 1.001 * budget for size in sent.values()), sent
     density = {r["method"]: r["density"] for r in summary["results"]}
     assert density["randomk"] > density["consensus"] > density["topk"] > density["topk:value_code=float32"]
+    parts = [2**11 * math.log(found) / math.log(1 / 4810) for found in density.values()]
+    assert parts == pytest.approx([round(part) for part in parts], abs=1e-6), "recorded runs have others"
 
 
 def test_a_budget_that_is_not_used_up_or_exceeded_is_told(tmp_path: Path) -> None:
