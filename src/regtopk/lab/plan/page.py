@@ -121,7 +121,9 @@ def verdict(plan: LinkPlan) -> str:
     else:
         steps, faster = best.relative_steps, format_factor(plan.speedup_to_loss(best))
         fp16 = next(p for p in plan.predictions if p.method == FP16)
-        gain = f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps, and "
+        gain = (
+            f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps, and "
+        )
         gain += f"{format_factor(fp16.time_to_loss / best.time_to_loss)} times as fast as torch's fp16 hook"
         if steps is None:
             gain = f"makes a step {faster} times as fast as dense. How many steps it needs is not recorded"
@@ -217,8 +219,8 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
         named.append(fastest.method)
         faster = f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as"
         said.append(
-            f"Predicted to be faster still: {faster} dense. It is not advised first, as its steps were counted "
-            "to one early loss alone: measure both."
+            f"Predicted to be faster still: {faster} dense. It is not advised first, as its steps were "
+            "counted to one early loss alone: measure both."
         )
     if plan.situation.optimizer == "sgd":
         said.append(
