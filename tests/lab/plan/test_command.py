@@ -166,7 +166,11 @@ def test_a_table_then_the_answer_and_what_it_rests_on() -> None:
     assert out.startswith("Planned for CPUs (the costs in costs.json). Work has costs measured on cpu with ")
     assert names[0] == "density" and names[3] == "dense"
     assert names.count("regtopk") == names.count("dense") == 1
-    said = ["Compression pays for SGD with 4 workers", "it pays, above it does not.", "Paste, on every rank: "]
+    said = [
+        "Compression pays for SGD with 4 workers",
+        "it pays, above it does not.",
+        "Paste, on every rank: ",
+    ]
     said += ["Assumed: latency 50 µs", "How sure: ", "Use none of it "]
     places = [out.index(each) for each in said]
     assert places[0] > 0 and places == sorted(places)
