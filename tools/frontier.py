@@ -213,6 +213,10 @@ def _draw_labels(axes: "Axes", panel: Panel, looks: Mapping[str, tuple[Style, st
         if not style.is_grey:
             text = f"{kind} {best.mean:.3f}" + (" ↑" if best.mean > highest else "")
             _place(axes, taken, text, (best.num_bytes, min(best.mean, highest)), style.light, PLACES)
+            for point in _line_of(points, highest):  # what it takes with fewer bytes
+                if point != best:
+                    at = point.num_bytes, point.mean
+                    _place(axes, taken, f"{point.mean:.3f}", at, style.light, PLACES)
 
 
 def _boxes_along(axes: "Axes", start: tuple[float, float], end: tuple[float, float]) -> "list[Bbox]":
