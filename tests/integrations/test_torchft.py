@@ -76,12 +76,26 @@ class Replicas:
     """Replica processes of one lighthouse, each telling about every round."""
 
     def __init__(self, patience_ms: int) -> None:
-        self._lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=2, join_timeout_ms=patience_ms, heartbeat_timeout_ms=2_000
-        )
+        self._patience_ms = patience_ms
+        self.start_lighthouse(0)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self.heard: list[list[After]] = []
+
+    def start_lighthouse(self, port: int) -> None:
+        self._lighthouse = LighthouseServer(
+            bind=f"[::]:{port}",
+            min_replicas=2,
+            join_timeout_ms=self._patience_ms,
+            heartbeat_timeout_ms=2_000,
+        )
+
+    def lose_lighthouse(self) -> int:
+        """The port that it had."""
+        port = int(self._lighthouse.address().rpartition(":")[2])
+        self._lighthouse.shutdown()
+        del self._lighthouse  # with all of its connections
+        return port
 
     def start(
         self,
@@ -145,7 +159,7 @@ def _train(
     torch.set_num_threads(1)
     torch.manual_seed(number)  # replicas begin from different weights
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = _manager(store, lighthouse, number)
+    manager = _manager(store, lighthouse, number, quorum_s=options.pop("quorum_s", 60))
     FailsOnce.failing.update(failing)
     if fails_to_meet:
         _fail_to_meet_once(pipe)
@@ -185,7 +199,9 @@ def _fail_to_meet_once(pipe: Connection) -> None:
     meeting.start()
 
 
-def _manager(store: TCPStore, lighthouse: str, number: int, min_replicas: int = 2) -> Manager:
+def _manager(
+    store: TCPStore, lighthouse: str, number: int, min_replicas: int = 2, quorum_s: float = 60
+) -> Manager:
     return Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
         load_state_dict=None,
@@ -193,7 +209,9 @@ def _manager(store: TCPStore, lighthouse: str, number: int, min_replicas: int = 
         min_replica_size=min_replicas,
         use_async_quorum=False,
         timeout=timedelta(seconds=20),
-        quorum_timeout=timedelta(seconds=60),
+        quorum_timeout=timedelta(seconds=quorum_s),
+        connect_timeout=timedelta(seconds=5),
+        quorum_retries=20,
         rank=0,
         world_size=1,
         store_addr="localhost",
@@ -338,6 +356,29 @@ def test_a_replica_that_is_late_is_left_out_and_sends_its_update_later(
     assert back.weights == [1 / 3] * 3  # it has something to send
     assert back.residual_norm > 0 and [told[-1].num_failed for told in replicas.heard] == [0, 0, 0]
     _check_alike(replicas.heard, 1, first=0)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_replicas_train_on_without_a_lighthouse_and_meet_when_it_is_back(
+    replicas: Replicas, delay: int
+) -> None:
+    for _ in range(3):
+        replicas.start(delay=delay, quorum_s=2)
+    replicas.listen(_have_rounds(range(3), 3, weights=3))
+    port = replicas.lose_lighthouse()
+    replicas.listen(lambda told: all(t[-1].num_failed >= 2 for t in told))
+    gone = [told[-1] for told in replicas.heard]
+    replicas.start_lighthouse(port)
+    replicas.listen(
+        lambda told: all(t[-1].num_rounds >= g.num_rounds + 3 for t, g in zip(told, gone, strict=True))
+    )
+    # each has made as many steps as it could meanwhile
+    _check_alike([[a._replace(num_seen=0) for a in told] for told in replicas.heard], 1, first=0)
+    for told, last in zip(replicas.heard, gone, strict=True):
+        assert last.residual_norm > 0 and len({a.pid for a in told}) == 1
+        back = next(a for a in told if a.num_rounds > last.num_rounds)
+        # what it learned meanwhile is in it, or it has begun from one that is ahead
+        assert back.num_seen >= last.num_steps
 
 
 def test_a_replica_hands_on_the_state_that_it_could_not_begin_from_yet(replicas: Replicas) -> None:

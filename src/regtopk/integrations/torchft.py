@@ -72,7 +72,9 @@ class QuorumRounds(RankRounds):
         while not self._is_committed:
             clock, _ = self.gather(0, self._num_seen)
             rounds.exchange(self._rounds.due(clock)[0])
-            if isinstance(self._problem, RegtopkError):  # the replicas differ; all else may pass
+            if isinstance(
+                self._problem, RegtopkError | TimeoutError
+            ):  # replicas differ, or there is no quorum
                 raise self._problem
         self.num_failed = 0
         rounds.begin(self._num_steps, self._turn_at)
@@ -81,10 +83,16 @@ class QuorumRounds(RankRounds):
         """Begin a round: see who is there, and take a peer's place if that one is ahead."""
         self._num_steps = num_steps
         self._problem: Exception | None = None
-        self._manager.start_quorum()
         self._has_senders = False  # whether anybody has something to send
-        with self._reporting():
-            self._has_senders = self._manager.errored() is None and self._compare()
+        self._manager._quorum_future = None  # the Manager raises one that failed again
+        try:
+            self._manager.start_quorum()
+        except TimeoutError as problem:  # the lighthouse is gone, or too few replicas are there
+            self._problem = problem
+        self._has_quorum = self._problem is None
+        if self._has_quorum:
+            with self._reporting():
+                self._has_senders = self._manager.errored() is None and self._compare()
         # as they are sent: kept as long as a round beside training may read them
         self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         return self._rounds.next_send(self._turn_at), self._num_steps
@@ -101,7 +109,7 @@ class QuorumRounds(RankRounds):
         with self._reporting():
             super().send(fragment, num_steps)
         if fragment not in self._flights:
-            self._is_committed = bool(self._manager.should_commit())  # which it is not
+            self._is_committed = self._commits()  # which it is not
 
     @contextmanager
     def receive(self, fragment: int) -> Iterator[bool | None]:
@@ -189,7 +197,7 @@ class QuorumRounds(RankRounds):
                         step.exchange(into(model.update))
                         if self._is_last(fragment):
                             self._joined = model.buffers.joined(steps.rank, steps.device, self._buffers)
-            self._is_committed = bool(self._manager.should_commit())
+            self._is_committed = self._commits()
             if step is not None and not self._is_committed:
                 step.take_back()
             elif step is not None:
@@ -209,6 +217,10 @@ class QuorumRounds(RankRounds):
         if self._has_senders and is_finite and self._is_last(fragment):
             self._model.buffers.put(self._joined)
         return is_finite if self._has_senders else None
+
+    def _commits(self) -> bool:
+        """Whether the round counts. The Manager knows only of rounds that have a quorum."""
+        return self._has_quorum and bool(self._manager.should_commit())
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
