@@ -38,6 +38,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 REPLICAS, SPARED, PAUSE, QUORUM_S = 3, 2, 2, 30.0  # PAUSE: steps from one fragment's turn to the next one's
 GROUP_S = 4.0  # the timeout of collectives
 PATIENCE_S = 120.0
+LIGHTHOUSE = """import sys
+from importlib.util import find_spec
+
+sys.path += find_spec("torchft").submodule_search_locations
+from _torchft import lighthouse_main
+
+lighthouse_main()
+"""
 _forks = mp.get_context("forkserver")
 
 
@@ -103,6 +111,7 @@ class Lighthouse:
     """torchft's own, as a process on a port that stays the same.
 
     It reads the process's own arguments, from the first after the script's name on: so a script starts it.
+    That one leaves the rest of torchft alone, which would take seconds.
     """
 
     def __init__(self, folder: Path, heartbeat_ms: int) -> None:
@@ -112,13 +121,13 @@ class Lighthouse:
         told = {"bind": f"[::]:{self._port}", "min_replicas": 2, "join_timeout_ms": 20_000}
         told["heartbeat_timeout_ms"] = heartbeat_ms
         script, self._log = folder / "lighthouse.py", folder / "lighthouse.log"
-        script.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
+        script.write_text(LIGHTHOUSE)
         self._command = [sys.executable, str(script)]
         self._command += [word for name, value in told.items() for word in (f"--{name}", str(value))]
         self.start()
 
     def start(self) -> None:
-        """Return when it listens: to import torchft takes seconds."""
+        """Return when it listens."""
         with self._log.open("a") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         while True:
@@ -214,18 +223,18 @@ def lose_lighthouse(
     replicas: Replicas, alive: list[int], lighthouse: Lighthouse, gone_s: float
 ) -> dict[str, Any]:
     """Kill the lighthouse, start it again, and wait for the replicas."""
+    failed = [replicas.seen(number)[-1]["failed"] for number in alive]
     lighthouse.kill()
     gone = time.time()
     time.sleep(gone_s)
-    meanwhile = [len(replicas.rounds(number, gone + 1, None)) for number in alive]
     lighthouse.start()
     moment = time.time()
     replicas.wait_for(alive, 3, moment, REPLICAS)
-    first = [replicas.rounds(number, moment, REPLICAS)[0]["time"] - moment for number in alive]
+    first = [replicas.rounds(number, moment, REPLICAS)[0] for number in alive]
     return {
         "gone_s": round(moment - gone, 1),
-        "rounds_meanwhile": meanwhile,
-        "next_commit_s": [round(s, 2) for s in first],
+        "next_commit_s": [round(entry["time"] - moment, 2) for entry in first],
+        "failed_rounds": [entry["failed"] - before for entry, before in zip(first, failed, strict=True)],
     }
 
 
