@@ -172,6 +172,7 @@ class QuorumRounds(RankRounds):
         stamp = crc32(repr(steps.settings).encode())
         mine = [0 if self._is_new else self._weight, stamp, self._num_steps]
         everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
+        self._forget_addresses()
         weights, stamps, num_steps = everyone.unbind(1)
         if bool((stamps != stamp).any()):
             compare(group, steps.settings)
@@ -183,6 +184,13 @@ class QuorumRounds(RankRounds):
             self._num_steps = int(num_steps[weights > 0].max())
         steps.regroup(group, weights / weights.sum())
         return True
+
+    def _forget_addresses(self) -> None:
+        """All have met: where is told no more, as a new lighthouse numbers its quorums from 1 again."""
+        store, group_rank = self._manager._store, str(self._manager._group_rank)
+        for key in store.list_keys():
+            if key.startswith("torchft/") and key.split("/")[2] == group_rank:
+                store.delete_key(key)
 
     def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
