@@ -317,7 +317,9 @@ def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(replicas:
     for _ in range(2):
         replicas.start()
     replicas.listen(_have_rounds(range(2), 2))
-    error = replicas.answer(replicas.start(RegTopK(density=0.5)))
+    refused = replicas.start(RegTopK(density=0.5))
+    error = replicas.answer(refused)
+    replicas.kill(refused)
     assert isinstance(error, ClusterError)
     assert "density, got 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in str(error)
     num_rounds = replicas.heard[0][-1].num_rounds
