@@ -66,6 +66,7 @@ class QuorumRounds(RankRounds):
         self._given: dict[str, Any] | None = None  # a peer's state, to go on from
         self._is_new = True  # whether this replica has made no round from the state that it has
         self._is_committed = False  # whether the last round counts
+        self._is_heard = False  # whether others may have heard an update of it that does not count here
 
     def join(self, rounds: LocalRounds) -> None:
         """Make rounds until one counts: with nothing to send, for the others' state."""
@@ -119,10 +120,10 @@ class QuorumRounds(RankRounds):
     def take(self, given: dict[str, Any]) -> None:
         """Called by the Manager in a quorum: go on from a peer's state when settings have been compared.
 
-        A replica whose last round counts has missed the rounds since: it was late, and keeps what it has not
-        sent. One whose last round does not count may have been heard by others, and begins anew.
+        A replica that was late, or had no quorum, keeps what it has not sent. One whose own round failed may
+        have been heard by others, and begins anew.
         """
-        self._given, self._is_new = given, self._is_new or not self._is_committed
+        self._given, self._is_new = given, self._is_new or self._is_heard
 
     def state_dict(self) -> dict[str, Any]:
         """What a new replica goes on from: all but this replica's residual and local steps."""
@@ -228,7 +229,9 @@ class QuorumRounds(RankRounds):
 
     def _commits(self) -> bool:
         """Whether the round counts. The Manager knows only of rounds that have a quorum."""
-        return self._has_quorum and bool(self._manager.should_commit())
+        is_committed = self._has_quorum and bool(self._manager.should_commit())
+        self._is_heard = not is_committed and (self._is_heard or self._has_senders)
+        return is_committed
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
