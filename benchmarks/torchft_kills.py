@@ -3,7 +3,8 @@
 Three processes on this machine exchange updates by regtopk.integrations.torchft with torchft's own
 lighthouse and managers. One of them is killed (SIGKILL) at a random moment, and started anew when the others
 have made three rounds without it. After every round each writes down a checksum of theta_start, buffers and
-outer momentum. Then the lighthouse is killed, and started again on the same port after some seconds.
+outer momentum, and what it holds. One is never killed: do its memory, threads and files stay as they were?
+Then the lighthouse is killed, and started again on the same port after some seconds.
 
     python benchmarks/torchft_kills.py [--json] [--out FILE] [--times N] [--seed S] [--heartbeat-ms T]
         [--fragments F] [--outages 2,45]
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,12 +31,21 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from reporting import give, parser_for
+from soak import resources
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-REPLICAS, PAUSE, QUORUM_S = 3, 2, 30.0  # steps from one fragment's turn to the next one's
+REPLICAS, SPARED, PAUSE, QUORUM_S = 3, 2, 2, 30.0  # PAUSE: steps from one fragment's turn to the next one's
 GROUP_S = 4.0  # the timeout of collectives
 PATIENCE_S = 120.0
+LIGHTHOUSE = """import sys
+from importlib.util import find_spec
+
+sys.path += find_spec("torchft").submodule_search_locations
+from _torchft import lighthouse_main
+
+lighthouse_main()
+"""
 _forks = mp.get_context("forkserver")
 
 
@@ -44,7 +55,7 @@ def run_replica(lighthouse: str, number: int, log: str, fragments: int) -> None:
 
     import regtopk.integrations.torchft
 
-    os.environ.setdefault("TORCHFT_QUORUM_RETRIES", "20")  # as docs/elastic.md advises
+    os.environ.setdefault("TORCHFT_QUORUM_RETRIES", "30")  # as docs/elastic.md advises
     torch.set_num_threads(1)
     torch.manual_seed(number)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -56,6 +67,7 @@ def run_replica(lighthouse: str, number: int, log: str, fragments: int) -> None:
         use_async_quorum=False,
         timeout=timedelta(seconds=10),
         quorum_timeout=timedelta(seconds=QUORUM_S),
+        connect_timeout=timedelta(seconds=5),
         rank=0,
         world_size=1,
         store_addr="localhost",
@@ -76,9 +88,9 @@ def run_replica(lighthouse: str, number: int, log: str, fragments: int) -> None:
     )
     with open(log, "a", buffering=1) as file:
         while True:
-            seen = {"time": time.time(), "round": exchange.num_rounds, "weights": exchange.weights}
-            bits = checksum_of(exchange.state_dict())
-            file.write(json.dumps({**seen, "failed": exchange.num_failed, "bits": bits}) + "\n")
+            seen, state = {"time": time.time(), "weights": exchange.weights}, exchange.state_dict()
+            told = {"round": state["num_rounds"], "failed": exchange.num_failed, "bits": checksum_of(state)}
+            file.write(json.dumps({**seen, **told, **resources()}) + "\n")
             for _ in range(PAUSE):
                 optimizer.zero_grad()
                 x, y = torch.randn(32, 64), torch.randint(10, (32,))
@@ -99,23 +111,29 @@ class Lighthouse:
     """torchft's own, as a process on a port that stays the same.
 
     It reads the process's own arguments, from the first after the script's name on: so a script starts it.
+    That one leaves the rest of torchft alone, which would take seconds.
     """
 
     def __init__(self, folder: Path, heartbeat_ms: int) -> None:
         with socket.create_server(("", 0)) as taken:
-            port = taken.getsockname()[1]
-        self.address = f"http://localhost:{port}"
-        told = {"bind": f"[::]:{port}", "min_replicas": 2, "join_timeout_ms": 20_000}
+            self._port = taken.getsockname()[1]
+        self.address = f"http://localhost:{self._port}"
+        told = {"bind": f"[::]:{self._port}", "min_replicas": 2, "join_timeout_ms": 20_000}
         told["heartbeat_timeout_ms"] = heartbeat_ms
         script, self._log = folder / "lighthouse.py", folder / "lighthouse.log"
-        script.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
+        script.write_text(LIGHTHOUSE)
         self._command = [sys.executable, str(script)]
         self._command += [word for name, value in told.items() for word in (f"--{name}", str(value))]
         self.start()
 
     def start(self) -> None:
+        """Return when it listens."""
         with self._log.open("a") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        while True:
+            with suppress(ConnectionRefusedError):
+                return socket.create_connection(("localhost", self._port)).close()
+            time.sleep(0.02)
 
     def kill(self) -> None:
         self._process.kill()
@@ -163,6 +181,12 @@ class Replicas:
         later = [entry for entry in seen if entry["time"] > since and entry["round"] > done]
         return [entry for entry in later if replicas in (None, len(entry["weights"]))]
 
+    def held(self, number: int) -> dict[str, list[int]]:
+        """The most that a replica held in each fifth of its life."""
+        seen = self.seen(number)
+        fifths = [seen[n * len(seen) // 5 : (n + 1) * len(seen) // 5] for n in range(5)]
+        return {name: [max(e[name] for e in fifth) for fifth in fifths] for name in resources()}
+
     def differing(self) -> tuple[int, list[int]]:
         """How many rounds were seen on several replicas, and in which of them their bits differ."""
         bits: dict[int, dict[int, str]] = defaultdict(dict)
@@ -175,7 +199,8 @@ class Replicas:
 
 def kill_one(replicas: Replicas, alive: list[int], draw: random.Random) -> dict[str, Any]:
     """Kill one, wait for the others, and start another in its place."""
-    doomed = alive.pop(draw.randrange(len(alive)))
+    doomed = draw.choice([number for number in alive if number != SPARED])
+    alive.remove(doomed)
     time.sleep(draw.uniform(0.2, 3.0))
     failed = [replicas.seen(number)[-1]["failed"] for number in alive]
     pid, moment = replicas.processes[doomed].pid, time.time()
@@ -198,18 +223,18 @@ def lose_lighthouse(
     replicas: Replicas, alive: list[int], lighthouse: Lighthouse, gone_s: float
 ) -> dict[str, Any]:
     """Kill the lighthouse, start it again, and wait for the replicas."""
+    failed = [replicas.seen(number)[-1]["failed"] for number in alive]
     lighthouse.kill()
     gone = time.time()
     time.sleep(gone_s)
-    meanwhile = [len(replicas.rounds(number, gone + 1, None)) for number in alive]
-    moment = time.time()
     lighthouse.start()
+    moment = time.time()
     replicas.wait_for(alive, 3, moment, REPLICAS)
-    first = [replicas.rounds(number, moment, REPLICAS)[0]["time"] - moment for number in alive]
+    first = [replicas.rounds(number, moment, REPLICAS)[0] for number in alive]
     return {
-        "gone_s": gone_s,
-        "rounds_meanwhile": meanwhile,
-        "next_commit_s": [round(s, 2) for s in first],
+        "gone_s": round(moment - gone, 1),
+        "next_commit_s": [round(entry["time"] - moment, 2) for entry in first],
+        "failed_rounds": [entry["failed"] - before for entry, before in zip(first, failed, strict=True)],
     }
 
 
@@ -237,6 +262,7 @@ def main() -> None:
             for gone_s in map(float, filter(None, arguments.outages.split(","))):
                 outages.append(lose_lighthouse(replicas, alive, lighthouse, gone_s))
                 print(f"lighthouse gone: {outages[-1]}", flush=True)
+            held = replicas.held(SPARED)
             num_compared, differing = replicas.differing()
             have_stayed = all(replicas.processes[number].is_alive() for number in alive)
         finally:
@@ -253,6 +279,7 @@ def main() -> None:
         "kills": kills,
         "outages": outages,
         "worst_next_commit_s": max(s for kill in kills for s in kill["next_commit_s"]),
+        "held_by_one_that_stays": held,
         "rounds_compared": num_compared,
         "rounds_that_differ": differing,
         "survivors_are_alive": have_stayed,
@@ -265,7 +292,8 @@ def show(report: dict[str, Any]) -> None:
     print(
         f"{len(report['kills'])} kills: the others' next round counted within "
         f"{report['worst_next_commit_s']} s (a replica is lost after {report['heartbeat_timeout_s']} s); "
-        f"{report['rounds_compared']} rounds compared, {len(report['rounds_that_differ'])} differ"
+        f"{report['rounds_compared']} rounds compared, {len(report['rounds_that_differ'])} differ; "
+        f"one that stays held, in fifths of its life: {report['held_by_one_that_stays']}"
     )
 
 

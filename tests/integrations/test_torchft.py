@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count, pairwise
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock, patch
@@ -76,12 +76,26 @@ class Replicas:
     """Replica processes of one lighthouse, each telling about every round."""
 
     def __init__(self, patience_ms: int) -> None:
-        self._lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=2, join_timeout_ms=patience_ms, heartbeat_timeout_ms=2_000
-        )
+        self._patience_ms = patience_ms
+        self.start_lighthouse(0)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self.heard: list[list[After]] = []
+
+    def start_lighthouse(self, port: int) -> None:
+        self._lighthouse = LighthouseServer(
+            bind=f"[::]:{port}",
+            min_replicas=2,
+            join_timeout_ms=self._patience_ms,
+            heartbeat_timeout_ms=2_000,
+        )
+
+    def lose_lighthouse(self) -> int:
+        """The port that it had."""
+        port = int(self._lighthouse.address().rpartition(":")[2])
+        self._lighthouse.shutdown()
+        del self._lighthouse  # with all of its connections
+        return port
 
     def start(
         self,
@@ -145,7 +159,7 @@ def _train(
     torch.set_num_threads(1)
     torch.manual_seed(number)  # replicas begin from different weights
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = _manager(store, lighthouse, number)
+    manager = _manager(store, lighthouse, number, quorum_s=options.pop("quorum_s", 60))
     FailsOnce.failing.update(failing)
     if fails_to_meet:
         _fail_to_meet_once(pipe)
@@ -185,7 +199,9 @@ def _fail_to_meet_once(pipe: Connection) -> None:
     meeting.start()
 
 
-def _manager(store: TCPStore, lighthouse: str, number: int, min_replicas: int = 2) -> Manager:
+def _manager(
+    store: TCPStore, lighthouse: str, number: int, min_replicas: int = 2, quorum_s: float = 60
+) -> Manager:
     return Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
         load_state_dict=None,
@@ -193,7 +209,9 @@ def _manager(store: TCPStore, lighthouse: str, number: int, min_replicas: int = 
         min_replica_size=min_replicas,
         use_async_quorum=False,
         timeout=timedelta(seconds=20),
-        quorum_timeout=timedelta(seconds=60),
+        quorum_timeout=timedelta(seconds=quorum_s),
+        connect_timeout=timedelta(seconds=5),
+        quorum_retries=20,
         rank=0,
         world_size=1,
         store_addr="localhost",
@@ -299,7 +317,9 @@ def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(replicas:
     for _ in range(2):
         replicas.start()
     replicas.listen(_have_rounds(range(2), 2))
-    error = replicas.answer(replicas.start(RegTopK(density=0.5)))
+    refused = replicas.start(RegTopK(density=0.5))
+    error = replicas.answer(refused)
+    replicas.kill(refused)
     assert isinstance(error, ClusterError)
     assert "density, got 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in str(error)
     num_rounds = replicas.heard[0][-1].num_rounds
@@ -323,7 +343,7 @@ def test_a_replica_that_the_others_are_ahead_of_goes_on_from_them(replicas: Repl
     _check_alike(replicas.heard, 1, first=0)
 
 
-@pytest.mark.parametrize("replicas", [500], indirect=True)
+@pytest.mark.parametrize("replicas", [2_000], indirect=True)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_replica_that_is_late_is_left_out_and_sends_its_update_later(
     replicas: Replicas, fragments: int
@@ -331,13 +351,34 @@ def test_a_replica_that_is_late_is_left_out_and_sends_its_update_later(
     for late_at in (None, None, 20):
         replicas.start(TopK(density=0.25), every=2 * fragments, fragments=fragments, late_at=late_at)
     replicas.listen(_have_rounds((2,), 16))
-    late = replicas.heard[2]
-    before, back = next((a, b) for a, b in pairwise(late) if b.num_rounds > a.num_rounds + 1)
+    before, back = replicas.heard[2][9:11]  # after its steps 18 and 20
     meanwhile = [a for a in replicas.heard[0] if before.num_rounds < a.num_rounds < back.num_rounds]
     assert meanwhile and all(after.weights == [0.5, 0.5] for after in meanwhile)
     assert back.weights == [1 / 3] * 3  # it has something to send
     assert back.residual_norm > 0 and [told[-1].num_failed for told in replicas.heard] == [0, 0, 0]
     _check_alike(replicas.heard, 1, first=0)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_replicas_train_on_without_a_lighthouse_and_meet_when_it_is_back(
+    replicas: Replicas, delay: int
+) -> None:
+    for _ in range(3):
+        replicas.start(delay=delay, quorum_s=2)
+    replicas.listen(_have_rounds(range(3), 3, weights=3))
+    port = replicas.lose_lighthouse()
+    replicas.listen(lambda told: all(t[-1].num_failed >= 2 for t in told))
+    gone = [told[-1] for told in replicas.heard]
+    replicas.start_lighthouse(port)
+    replicas.listen(
+        lambda told: all(t[-1].num_rounds >= g.num_rounds + 3 for t, g in zip(told, gone, strict=True))
+    )
+    # each has made as many steps as it could meanwhile
+    _check_alike([[a._replace(num_seen=0) for a in told] for told in replicas.heard], 1, first=0)
+    for told, last in zip(replicas.heard, gone, strict=True):
+        back = next(a for a in told if a.num_rounds > last.num_rounds)
+        assert back.residual_norm > 0  # none begins anew: nobody has heard what it learned meanwhile
+        assert back.num_seen >= last.num_steps and len({a.pid for a in told}) == 1
 
 
 def test_a_replica_hands_on_the_state_that_it_could_not_begin_from_yet(replicas: Replicas) -> None:

@@ -79,7 +79,8 @@ def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch)
     needs = {"flower": "the Flower integration needs flwr 1.41 or later"}.get(
         extra, f"{module} needs {package}"
     )
-    monkeypatch.delitem(sys.modules, module, raising=False)
+    for name in (module, *(name for name in sys.modules if name.startswith(f"{package}."))):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)  # which no import finds
     with pytest.raises(MissingExtraError) as refused:
         import_module(module)

@@ -66,13 +66,16 @@ class QuorumRounds(RankRounds):
         self._given: dict[str, Any] | None = None  # a peer's state, to go on from
         self._is_new = True  # whether this replica has made no round from the state that it has
         self._is_committed = False  # whether the last round counts
+        self._is_heard = False  # whether others may have heard an update of it that does not count here
 
     def join(self, rounds: LocalRounds) -> None:
         """Make rounds until one counts: with nothing to send, for the others' state."""
         while not self._is_committed:
             clock, _ = self.gather(0, self._num_seen)
             rounds.exchange(self._rounds.due(clock)[0])
-            if isinstance(self._problem, RegtopkError):  # the replicas differ; all else may pass
+            if isinstance(
+                self._problem, RegtopkError | TimeoutError
+            ):  # replicas differ, or there is no quorum
                 raise self._problem
         self.num_failed = 0
         rounds.begin(self._num_steps, self._turn_at)
@@ -81,10 +84,16 @@ class QuorumRounds(RankRounds):
         """Begin a round: see who is there, and take a peer's place if that one is ahead."""
         self._num_steps = num_steps
         self._problem: Exception | None = None
-        self._manager.start_quorum()
         self._has_senders = False  # whether anybody has something to send
-        with self._reporting():
-            self._has_senders = self._manager.errored() is None and self._compare()
+        self._manager._quorum_future = None  # the Manager raises one that failed again
+        try:
+            self._manager.start_quorum()
+        except TimeoutError as problem:  # the lighthouse is gone, or too few replicas are there
+            self._problem = problem
+        self._has_quorum = self._problem is None
+        if self._has_quorum:
+            with self._reporting():
+                self._has_senders = self._manager.errored() is None and self._compare()
         # as they are sent: kept as long as a round beside training may read them
         self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         return self._rounds.next_send(self._turn_at), self._num_steps
@@ -101,7 +110,7 @@ class QuorumRounds(RankRounds):
         with self._reporting():
             super().send(fragment, num_steps)
         if fragment not in self._flights:
-            self._is_committed = bool(self._manager.should_commit())  # which it is not
+            self._is_committed = self._commits()  # which it is not
 
     @contextmanager
     def receive(self, fragment: int) -> Iterator[bool | None]:
@@ -111,10 +120,10 @@ class QuorumRounds(RankRounds):
     def take(self, given: dict[str, Any]) -> None:
         """Called by the Manager in a quorum: go on from a peer's state when settings have been compared.
 
-        A replica whose last round counts has missed the rounds since: it was late, and keeps what it has not
-        sent. One whose last round does not count may have been heard by others, and begins anew.
+        A replica that was late, or had no quorum, keeps what it has not sent. One whose own round failed may
+        have been heard by others, and begins anew.
         """
-        self._given, self._is_new = given, self._is_new or not self._is_committed
+        self._given, self._is_new = given, self._is_new or self._is_heard
 
     def state_dict(self) -> dict[str, Any]:
         """What a new replica goes on from: all but this replica's residual and local steps."""
@@ -164,6 +173,7 @@ class QuorumRounds(RankRounds):
         stamp = crc32(repr(steps.settings).encode())
         mine = [0 if self._is_new else self._weight, stamp, self._num_steps]
         everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
+        self._forget_addresses()
         weights, stamps, num_steps = everyone.unbind(1)
         if bool((stamps != stamp).any()):
             compare(group, steps.settings)
@@ -175,6 +185,13 @@ class QuorumRounds(RankRounds):
             self._num_steps = int(num_steps[weights > 0].max())
         steps.regroup(group, weights / weights.sum())
         return True
+
+    def _forget_addresses(self) -> None:
+        """All have met: where is told no more, as a new lighthouse numbers its quorums from 1 again."""
+        store, group_rank = self._manager._store, str(self._manager._group_rank)
+        for key in store.list_keys():
+            if key.startswith("torchft/") and key.split("/")[2] == group_rank:
+                store.delete_key(key)
 
     def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
@@ -189,7 +206,7 @@ class QuorumRounds(RankRounds):
                         step.exchange(into(model.update))
                         if self._is_last(fragment):
                             self._joined = model.buffers.joined(steps.rank, steps.device, self._buffers)
-            self._is_committed = bool(self._manager.should_commit())
+            self._is_committed = self._commits()
             if step is not None and not self._is_committed:
                 step.take_back()
             elif step is not None:
@@ -209,6 +226,12 @@ class QuorumRounds(RankRounds):
         if self._has_senders and is_finite and self._is_last(fragment):
             self._model.buffers.put(self._joined)
         return is_finite if self._has_senders else None
+
+    def _commits(self) -> bool:
+        """Whether the round counts. The Manager knows only of rounds that have a quorum."""
+        is_committed = self._has_quorum and bool(self._manager.should_commit())
+        self._is_heard = not is_committed and (self._is_heard or self._has_senders)
+        return is_committed
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
