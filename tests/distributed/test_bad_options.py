@@ -115,19 +115,6 @@ def test_options_have_one_list_and_one_set_of_defaults() -> None:
     assert {name for call in calls for name in signature(call).parameters} & shared == set()
 
 
-def test_the_old_name_of_the_process_group() -> None:
-    with (
-        pytest.warns(DeprecationWarning, match="replicate_group is called process_group now") as warned,
-        pytest.raises(regtopk.RegtopkError),
-    ):
-        regtopk.attach("net", TOPK, replicate_group="mesh")  # type: ignore[arg-type]
-    assert warned[0].filename == __file__
-    with pytest.raises(
-        ArgumentError, match="give process_group alone, got replicate_group, its old name, too"
-    ):
-        regtopk.attach("net", TOPK, replicate_group="mesh", process_group="mesh")  # type: ignore[arg-type]
-
-
 # Ranks that differ: what rank 1 does otherwise, and how all name it.
 WARM_UP = regtopk.WarmUp(density=0.1, num_steps=5)
 DIFFERENCES: dict[str, tuple[dict[str, Any], Any, Any]] = {

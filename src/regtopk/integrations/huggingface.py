@@ -150,6 +150,3 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
             _log.warning("average_tokens_across_devices=True makes all ranks meet in every step: use False")
         if args.save_total_limit == 1:
             _log.warning("save_total_limit=1 removes a checkpoint before the next one is complete: keep 2")
-
-
-RegTopKCallback = HuggingFaceCallback  # its name before, for one release

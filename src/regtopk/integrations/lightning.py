@@ -95,6 +95,3 @@ class LightningCallback(ExchangeInTrainer, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until there is an exchange to load it into."""
         self._saved = state_dict
-
-
-RegTopKCallback = LightningCallback  # its name before, for one release

@@ -347,6 +347,3 @@ def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:
                     "algorithm must keep no sum over all replicas, in which one that leaves would still "
                     f"count, got {algorithm.name!r}, which keeps {field!r}"
                 )
-
-
-UpdateExchange = TorchftExchange  # its name before, for one release

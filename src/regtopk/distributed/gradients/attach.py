@@ -1,15 +1,12 @@
 """One line for users: `attach` makes a model exchange its gradients sparsely, however it is wrapped."""
 
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -23,7 +20,6 @@ from regtopk.distributed.steps.attached import refuse_updates, watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, is_one_process
-from regtopk.errors import ArgumentError
 
 _log = logging.getLogger("regtopk")
 
@@ -68,7 +64,6 @@ def attach(
     *,
     optimizer: Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
-    replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
     **options: Unpack[ExchangeOptions],
 ) -> SparseHookState | ShardedHookState | OneProcess:
     """Make a DDP or fully_shard'ed model exchange its gradients with an algorithm. Call it on every rank.
@@ -96,7 +91,6 @@ def attach(
         optimizer: the one that trains the model. If given, what does not go with the algorithm (DGC beside
             momentum, Adam) is logged now, otherwise in the first step.
         grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
-        replicate_group: the old name of `process_group`, for one release.
         options: see `regtopk.ExchangeOptions`.
 
     Returns:
@@ -107,11 +101,6 @@ def attach(
         ClusterError: a model that is not wrapped, a second call, ranks that differ or that did not call.
         OracleError: the algorithm asks what only a simulator can answer.
     """
-    if replicate_group is not None and "process_group" in options:
-        raise ArgumentError("give process_group alone, got replicate_group, its old name, too")
-    if replicate_group is not None:
-        warnings.warn("replicate_group is called process_group now", DeprecationWarning, stacklevel=3)
-        options["process_group"] = replicate_group
     checked = Options(grad_scaler=grad_scaler, **options)
     inner = uncompiled(model)
     if isinstance(inner, nn.Module):
