@@ -7,11 +7,10 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from regtopk.lab.method import Method
 from regtopk.lab.report.figure import Drawing, draw_all, save_png
-from regtopk.lab.report.frontier import Point, points_of
 from regtopk.lab.report.panels import line_of
 from regtopk.lab.report.style import Style, styles_of
 from regtopk.lab.runs import Run, read_run
@@ -21,6 +20,24 @@ if TYPE_CHECKING:
 
 TITLE = "Accuracy against payload per step: mean and range"
 SIZE_INCHES = (7.0, 4.2)
+
+
+class Point(NamedTuple):
+    """A method: its payload per worker and step; mean, lowest and highest accuracy of its seeds."""
+
+    method: str
+    num_bytes: float
+    mean: float
+    low: float
+    high: float
+
+
+def points_of(run: Run) -> list[Point]:
+    """A point for each method."""
+    return [
+        Point(r["method"], r["payload_bytes_per_step"], r["mean"], min(r["final"]), max(r["final"]))
+        for r in run.summary["results"]
+    ]
 
 
 def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from regtopk.lab.report.figure import draw_all, drawings_of, styles_of_run
-from regtopk.lab.report.frontier import Frontier, Point, frontier_of
 from regtopk.lab.report.page import write_report
 from regtopk.lab.report.style import FEW, MAX_COLOURS
 from regtopk.lab.runs import Panel, Run, RunWriter, make_header
@@ -61,7 +60,7 @@ def drawn(num_methods: int) -> "Figure":
 @pytest.mark.parametrize("num_methods", [1, MAX_COLOURS, MAX_COLOURS + 1, len(METHODS)])
 def test_axes_keep_their_size_and_nothing_overlaps(num_methods: int) -> None:
     figure = drawn(num_methods)
-    assert len(figure.axes) == len(PANELS) + 1
+    assert len(figure.axes) == len(PANELS)
     for axes in figure.axes:
         box = axes.get_window_extent()
         assert min(box.width, box.height) > 2 * figure.dpi  # inches
@@ -91,32 +90,6 @@ def test_bars_are_the_numbers_of_the_table() -> None:
     accuracies = [row["accuracy"] for row in run.summary["table"]]
     assert [np.asarray(dot.get_xdata()).item() for dot in dots] == accuracies
     assert drawn(3).axes[3].get_xlabel() == "accuracy\n(the axis begins at 89.9)"
-    assert drawn(3).axes[-1].get_ylabel().startswith("test accuracy, %\n(the axis begins at 8")
-
-
-def test_budget_is_marked() -> None:
-    assert [text.get_text() for text in drawn(3).axes[-1].texts] == ["the budget, 1,592"]
-    assert not draw(make_run(3, like="")).axes[-1].texts
-
-
-def test_the_frontier_is_that_of_the_summary() -> None:
-    assert frontier_of(make_run(1)) == Frontier([Point(BASE, 1592.0, 90.5, 90.0, 91.0)], "payload", 1592.0)
-    assert frontier_of(make_run(2, like="")) is None  # the same bytes for all
-    several, other = make_run(3), make_run(3)
-    several.summary["results"] *= 2
-    other.summary["metric"] = "distance"
-    assert frontier_of(several) is None and frontier_of(other) is None
-
-
-@pytest.mark.parametrize(("like", "axis"), [("", "received"), ("topk:0.01:raw32:float32", "payload")])
-def test_the_frontier_is_of_bytes_received_unless_the_budget_is_of_payload(like: str, axis: str) -> None:
-    run = make_run(3, like=like)
-    for result in run.summary["results"]:
-        result["received_bytes_per_step"] = 7 * result["payload_bytes_per_step"]
-    frontier = frontier_of(run)
-    assert frontier is not None and frontier.axis == axis
-    assert frontier.points[0].num_bytes == (7 * 1592 if axis == "received" else 1592)
-    assert f"bytes {'received' if axis == 'received' else 'of payload'} per worker" in str(drawings_of(run))
 
 
 def test_a_single_evaluation_is_drawn_as_a_point() -> None:
@@ -136,12 +109,12 @@ def write(run: Run, folder: Path) -> str:
 def test_page_of_twenty_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regtopk.lab.report.page.draw_files", lambda *_: None)  # which other tests draw
     page = write(make_run(20), tmp_path)
-    assert page.count("<figure") == len(PANELS) + 1 and page.count('<figure class="tall">') == 1
+    assert page.count("<figure") == len(PANELS) and page.count('<figure class="tall">') == 1
     assert '<div class="panels"><div class="legend">' in page  # it fills the place beside the tall one
     assert "14 others</li>" in page
     assert f'<td title="{BASE}">' in page and "Top-k, 1 %, raw32, float32 (base)</td>" in page
     assert "<th>diverged</th>" not in page  # nothing to say
-    assert page.count("<title>other-7</title>") == len(PANELS)  # each curve, and the point, names itself
+    assert page.count("<title>other-7</title>") == len(PANELS) - 1  # each curve names itself
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -161,8 +134,5 @@ def test_at_equal_bytes_a_method_is_drawn_with_its_best_lr_alone_and_the_base_al
     for method, mean in (("regtopk:mu=1:lr=0.5", 99.0), (f"{BASE}:lr=0.5", 99.0)):
         run.summary["results"].append({**run.summary["results"][1], "method": method, "mean": mean})
         run.records.append({**run.records[-1], "method": method})
-    frontier = frontier_of(run)
-    assert frontier is not None
-    assert [point.method for point in frontier.points] == [BASE, "regtopk:mu=1:lr=0.5"]
     assert list(styles_of_run(run)) == [BASE, "regtopk:mu=1:lr=0.5"]
     draw(run)

@@ -12,7 +12,7 @@ from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
-from regtopk.lab.report.frontier import TITLE, best_lr_of, describe_frontier, draw_frontier, frontier_of
+from regtopk.lab.method import Method
 from regtopk.lab.report.panels import LETTERS, NAMED, curves_of, describe, draw_bars, draw_panel, line_of
 from regtopk.lab.report.style import GRID, INK, OTHER, Style, format_number, styles_of
 from regtopk.lab.runs import Panel, Run
@@ -77,8 +77,15 @@ def styles_of_run(run: Run) -> dict[str, Style]:
     return styles_of(methods, summary.get("base"), config.get("value_code", ""))
 
 
+def best_lr_of(run: Run) -> set[str]:
+    """The methods to draw: where several differ in lr only, the base or else the best of them."""
+    base = run.summary.get("base")
+    results = sorted(run.summary["results"], key=lambda r: (r["method"] == base, r["mean"]))
+    return set({Method.read(r["method"]).without("lr"): r["method"] for r in results}.values())
+
+
 def drawings_of(run: Run) -> list[Drawing]:
-    """The panels of a run and, where bytes were measured, accuracy against bytes."""
+    """The panels of a run."""
     styles = styles_of_run(run)
     drawings = []
     for panel in run.panels:
@@ -88,10 +95,6 @@ def drawings_of(run: Run) -> list[Drawing]:
         curves = curves_of(panel, run.records, styles)
         draw = partial(draw_panel, panel, curves, styles)
         drawings.append(Drawing(panel.title, PANEL_INCHES, draw, describe(panel, curves, styles)))
-    frontier = frontier_of(run)
-    if frontier is not None:
-        draw = partial(draw_frontier, frontier, styles)
-        drawings.append(Drawing(TITLE, PANEL_INCHES, draw, describe_frontier(frontier, styles)))
     return drawings
 
 
