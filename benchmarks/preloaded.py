@@ -15,9 +15,9 @@ def _import_all() -> None:
     import torch.distributed.fsdp
     import torch.distributed.run  # noqa: F401 -- and with it the elastic agent
 
-    from regtopk.kernels.cpu.compiled import from_float16
+    from regtopk.kernels.cpu.compiled import from_bfloat16
 
-    from_float16(np.uint16(0))
+    from_bfloat16(np.uint16(0))
 
 
 gc.disable()

@@ -1,4 +1,4 @@
-"""How the loops of the CPU kernels are compiled by numba, and how they read 16-bit floats."""
+"""How the loops of the CPU kernels are compiled by numba, and how they read bfloat16."""
 
 from typing import Any
 
@@ -20,16 +20,3 @@ def compiled(function: Any) -> Any:
 def from_bfloat16(word: Any) -> Any:
     """The float32 of the same value."""
     return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
-
-
-@compiled
-def from_float16(word: Any) -> Any:
-    """The float32 of the same value."""
-    magnitude = np.uint32(np.uint32(word) & np.uint32(0x7FFF))
-    # moving the exponent from 5 to 8 bits multiplies by 2^-112; exact for denormals too
-    shifted = np.uint32(magnitude << np.uint32(13)).view(np.float32)
-    bits = np.float32(shifted * np.float32(2.0**112)).view(np.uint32)
-    if magnitude >= np.uint32(0x7C00):  # inf or NaN
-        bits = np.uint32(bits | np.uint32(0x7F800000))
-    sign = np.uint32((np.uint32(word) & np.uint32(0x8000)) << np.uint32(16))
-    return np.uint32(bits | sign).view(np.float32)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from regtopk.kernels.cpu.compiled import Array, compiled, from_bfloat16, from_float16
+from regtopk.kernels.cpu.compiled import Array, compiled, from_bfloat16
 
 LINE = 64
 BLOCK = 64 * LINE  # stays in the first-level cache between being added to and being looked at
 
-# what a gradient's memory holds (16-bit floats as uint16), or that there is nothing to add
-NATIVE, BFLOAT16, FLOAT16, NOTHING = 0, 1, 2, 3
+# what a gradient's memory holds (bfloat16 as uint16), or that there is nothing to add
+NATIVE, BFLOAT16, NOTHING = 0, 1, 2
 
 
 @compiled
@@ -28,9 +28,6 @@ def add_(accumulated: Array, grad: Array, kind: int) -> None:
     elif kind == BFLOAT16:
         for i in range(accumulated.size):
             accumulated[i] += from_bfloat16(grad[i])
-    elif kind == FLOAT16:
-        for i in range(accumulated.size):
-            accumulated[i] += from_float16(grad[i])
 
 
 @compiled

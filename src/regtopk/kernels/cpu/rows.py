@@ -13,7 +13,6 @@ from regtopk.kernels.cpu.compiled import Array
 from regtopk.kernels.reference.selection import Damped
 
 Stretch = tuple[int, int]  # of a row, from the first number to the second
-_HALF_KINDS = {torch.bfloat16: loops.BFLOAT16, torch.float16: loops.FLOAT16}
 _SMALL_STRETCH = 1 << 17  # fewer entries are not worth a thread of their own
 _MAX_STRETCHES = 16  # more threads would wait for memory, and each takes some
 
@@ -40,9 +39,11 @@ def rows_of(residual: Tensor, grad: Tensor | None, damped: Damped | None) -> lis
     if damped is None:
         batch = residual.shape[:-1]
         damped = Damped(residual.new_empty(*batch, 0, dtype=torch.int64), residual.new_empty(*batch, 0))
-    kind = loops.NOTHING if grad is None else _HALF_KINDS.get(grad.dtype, loops.NATIVE)
-    if grad is not None and kind != loops.NATIVE:
-        grad = grad.view(torch.uint16)
+    kind = loops.NOTHING if grad is None else loops.NATIVE
+    if grad is not None and grad.dtype == torch.bfloat16:
+        kind, grad = loops.BFLOAT16, grad.view(torch.uint16)
+    elif grad is not None and grad.dtype == torch.float16:  # rare on a CPU
+        grad = grad.float()
     grads = accumulated if grad is None else flat(grad)
     given = (flat(tensor.contiguous()) for tensor in damped)
     return [
