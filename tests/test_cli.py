@@ -173,17 +173,6 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: str, messa
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_compare_runs_in_slices(tmp_path: Path) -> None:
-    command = "regtopk compare digits --algorithms topk --density 0.5 --steps 4"
-    words = [*command.split()[1:], "--out", str(tmp_path)]
-    assert invoke(*words)[0] == 0
-    code, printed, _ = invoke(*words, "--seeds", "3-3", "--resume", "--json")
-    assert code == 0 and [result["seeds"] for result in json.loads(printed)["results"]] == [[0, 3]]
-    commands = json.loads((tmp_path / "config.json").read_text())["command"]
-    assert commands == f"{command}\n{command} --seeds 3-3 --resume"
-
-
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("record", "how"),
     [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import regtopk
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp_dcp import Job
-from tests.distributed.test_updates import TOPK, adamw, exchanging, is_same_on_all_ranks, sgd, train
+from tests.distributed.test_updates import TOPK, adamw, exchanging, sgd, train
 from tests.distributed.test_updates import mean_over_ranks as mean
 from tests.distributed.training import closing, ddp, flat_parameters, listening, loss_of, make_net, refusal
 
@@ -83,30 +83,6 @@ def test_train_tied_and_frozen() -> None:
             assert exchange.last_step.num_entries == 16
         results.append(flat_parameters(net))
     assert torch.equal(*results)
-
-
-@on_ranks(2)
-def test_train_with_two_optimizers() -> None:
-    """Muon for matrices, AdamW for the rest: an exchange for each, by pairs."""
-    net = make_net()
-    matrices = {name: p for name, p in net.named_parameters() if p.ndim == 2}
-    others = {name: p for name, p in net.named_parameters() if p.ndim != 2}
-    muon = torch.optim.Muon(matrices.values(), lr=0.01)
-    adam = torch.optim.AdamW(others.values(), lr=0.01)
-    local: list[Tensor] = []
-    for optimizer in (muon, adam):
-        optimizer.register_step_post_hook(lambda *_: local.append(flat_parameters(net)))
-    with (
-        closing(regtopk.UpdateExchange(matrices.items(), muon, regtopk.Dense())),
-        closing(regtopk.UpdateExchange(((n, p) for n, p in others.items()), adam, TOPK)) as exchange,
-    ):
-        for step in range(3):
-            loss_of(net, step).backward()
-            muon.step()
-            adam.step()
-            net.zero_grad()
-        assert exchange.num_rounds == 3 and exchange.last_step.num_entries == 10
-    assert is_same_on_all_ranks(flat_parameters(net)) and not is_same_on_all_ranks(local[0])
 
 
 @on_ranks(2)
