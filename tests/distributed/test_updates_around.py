@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import regtopk
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp_dcp import Job
-from tests.distributed.test_updates import TOPK, adamw, exchanging, sgd, train
+from tests.distributed.test_updates import TOPK, adamw, exchanging, sgd, train, updating
 from tests.distributed.test_updates import mean_over_ranks as mean
 from tests.distributed.training import closing, ddp, flat_parameters, listening, loss_of, make_net, refusal
 
@@ -120,10 +120,8 @@ def test_train_with_lbfgs() -> None:
 
 @on_ranks(2)
 def test_a_model_that_is_read_inside_a_round_is_told_of_once(tmp_path: Path) -> None:
-    net = make_net()
-    optimizer = sgd(net)
-    exchange = regtopk.UpdateExchange(net, optimizer, regtopk.TopK(density=0.1), every=2)
-    with listening() as said, closing(exchange), regtopk.Checkpoints(tmp_path) as checkpoints:
+    checkpoints = regtopk.Checkpoints(tmp_path)
+    with listening() as said, updating(every=2) as (net, optimizer, exchange), checkpoints:
         train(net, optimizer, range(2))
         net.state_dict()
         train(net, optimizer, range(2, 3))
