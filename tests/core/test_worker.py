@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.state import State, accumulation_dtype, per_worker, shared
-from regtopk.core.worker import Layer, Layout, Worker, check_weights
+from regtopk.core.worker import Layer, Layout, check_weights
 from regtopk.errors import ArgumentError, StateError
 
 
@@ -22,15 +22,6 @@ def test_a_layout_of_shapes_has_no_gaps() -> None:
 def test_a_gap_is_refused() -> None:
     with pytest.raises(ArgumentError, match="layout must be without gaps: layer 'b' must start at 2, got 3"):
         Layout((Layer("a", (2,), 0), Layer("b", (2,), 3)))
-
-
-def test_state_starts_from_zeros_of_the_workers_shape_and_dtype() -> None:
-    weight = torch.full((3, 1), 1 / 3, dtype=torch.float64)
-    batch = Worker(weight, torch.arange(3), 3, 0, Layout.anonymous(5), batch_shape=(2, 3))
-    assert batch.zeros().shape == (2, 3, 5) and batch.zeros().dtype == torch.float64
-    assert batch.zeros(4, dtype=torch.int64).shape == (2, 3, 4)
-    rank = Worker(torch.tensor(0.5), torch.tensor(1), 2, 0, Layout.anonymous(5))
-    assert rank.zeros().shape == (5,) and rank.zeros().dtype == torch.float32
 
 
 def test_weights_are_uniform_unless_given() -> None:
@@ -66,13 +57,6 @@ def test_weights_that_break_a_rule_are_refused(weights: Any, message: str) -> No
     with pytest.raises(ArgumentError) as refused:
         check_weights(weights, 2)
     assert str(refused.value) == message
-
-
-def test_senders_are_those_with_weight_and_take_turns() -> None:
-    def senders(step: int) -> list[int]:
-        return Worker(torch.tensor(0.5), torch.tensor(0), 4, step, Layout.anonymous(1), idle=(1,)).senders
-
-    assert [senders(step) for step in range(4)] == [[0, 2, 3], [2, 3, 0], [3, 0, 2], [0, 2, 3]]
 
 
 @dataclass

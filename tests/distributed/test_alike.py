@@ -13,7 +13,6 @@ import regtopk
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.steps import alike
-from regtopk.distributed.steps.driver import as_rows
 from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
@@ -74,17 +73,6 @@ def test_together_and_apart_are_the_same_bits(name: str) -> None:
 
 
 @on_ranks(2)
-def test_groups_are_found_again_only_when_something_has_changed() -> None:
-    steps, after = steps_of(regtopk.RegTopK(density=0.05), SIZES), []
-    with patch.object(alike, "_kind_of", wraps=alike._kind_of) as looked:
-        for names in ("abcde", "abcde", "abcde", "abcde", "abde", "abde"):
-            make_step(steps, {name: torch.ones(SIZES[name]) for name in names})
-            after.append(looked.call_count)
-    first, second, third, fourth, fewer, again = after
-    assert 0 < first == second == third == fourth < fewer == again
-
-
-@on_ranks(2)
 def test_a_step_that_is_skipped_copies_no_state() -> None:
     steps = steps_of(regtopk.TopK(density=0.5), {"a": 4})
     for is_finite in (True, False):
@@ -120,12 +108,6 @@ def test_memory_does_not_grow() -> None:
         assert num_dense or max(after) <= 2 * vectors + of_alike
         steps._forget()
         assert live_bytes(steps) == 2 * vectors - of_alike
-
-
-def test_rows_that_follow_one_another_are_not_copied() -> None:
-    rows = torch.zeros(3, 5)
-    assert as_rows(list(rows)).data_ptr() == rows.data_ptr()
-    assert as_rows([rows[0], rows[2]]).data_ptr() != rows.data_ptr()
 
 
 SIZES_OF_LATE = {"a": 400, "b": 90, "c": 400}  # two are computed together

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from regtopk import kernels
 from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, quantise
 from regtopk.wire.values import pack_values, unpack_values
 from tests.kernels.checks import rows_to_code
@@ -66,12 +65,3 @@ def test_what_is_not_finite_stays(programs: Any, code: str) -> None:
     others = is_finite.clone()
     others[0, :128] = others[1, 128:] = others[2, :128] = False  # a bad value's block is refused
     assert torch.equal(found[others], quantise(values, code)[others])
-
-
-def test_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(300)
-    assert kernels.block_programs(values, "4bit", torch.float32) is None  # on the CPU
-    asked: list[str] = []
-    monkeypatch.setattr(kernels, "block_programs", lambda tensor, code, dtype: asked.append(code))
-    unpack_values(pack_values(quantise(values, "4bit"), "4bit"), torch.tensor(0), 300, "4bit", torch.float32)
-    assert asked == ["4bit"] * 3

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.kernels.reference.sums import sum_dense_in_rank_order
 
 
 @pytest.fixture(params=[1, 2, 7])
@@ -57,17 +58,19 @@ def test_no_workers_entries_and_no_entries() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(5, 9), (300, 1000), (2, 5, 9)])
+@pytest.mark.parametrize("shape", [(20, 1), (300, 1000), (2, 5, 9), (0, 5, 9)])
 def test_dense_sums_run_in_rank_order(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = (torch.randn(shape, generator=generator) * 100).to(dtype)
+    rows[..., 0] = -0.0  # sums start from zero: 0 + -0 is 0
     sum_dtype = torch.promote_types(dtype, torch.float32)
     weights = torch.rand(shape[-2], generator=generator, dtype=torch.float64).to(sum_dtype)
-    total = kernels.sum_dense_in_rank_order(rows, weights)
+    sums = [sum_(rows, weights) for sum_ in (kernels.sum_dense_in_rank_order, sum_dense_in_rank_order)]
     expected = np.zeros((*shape[:-2], shape[-1]), dtype=weights.numpy().dtype)
     for rank, weight in enumerate(weights.numpy()):
         expected = expected + rows[..., rank, :].to(sum_dtype).numpy() * weight
-    assert total.dtype == sum_dtype and np.array_equal(total.numpy(), expected)
+    for total in sums:
+        assert total.dtype == sum_dtype and total.numpy().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
