@@ -1,11 +1,8 @@
-"""How examples are divided among workers, and told apart by all that a training sees."""
-
 import pytest
 import torch
 
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data import splits
-from regtopk.lab.experiments.data.examples import _fingerprint, of_images
 
 SHUFFLE = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(10).repeat_interleave(100)[SHUFFLE]
@@ -74,18 +71,3 @@ def test_batches_pass_over_all_examples_before_one_comes_again() -> None:
 def test_nonsense_is_refused(split: str) -> None:
     with pytest.raises(ArgumentError, match=r"split must be .*, got '.*\(did you mean"):
         splits.check_split(split)
-
-
-def test_fingerprints_tell_images_and_labels_apart() -> None:
-    images, labels = torch.randint(256, (2000, 3, 4, 4)) / 255, torch.arange(2000) % 10
-    same = _fingerprint(images, labels)
-    assert _fingerprint(images + 1e-6, labels) == same  # as another device may round
-    assert _fingerprint(images.add(0.01).clamp(max=1), labels) != same
-    assert _fingerprint(images, labels.roll(1)) != same
-
-
-def test_examples_have_one() -> None:
-    first, again = (of_images("digits", "", "cpu") for _ in range(2))
-    assert first.fingerprint == again.fingerprint and len(first.fingerprint) == 16
-    assert first.train.shape == (1437, 8, 8, 1) and first.test.shape == (360, 8, 8, 1)
-    assert first.num_classes == 10 and abs(float(first.train.mean())) < 1e-5
