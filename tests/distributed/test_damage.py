@@ -59,6 +59,7 @@ def answer(
     request: Request,
     collective: Collective = "all_gather",
     index_code: str = "elias-fano",
+    *,
     group: dist.ProcessGroup | None = None,
 ) -> str:
     """What a rank says to a request that must fail."""
