@@ -197,11 +197,14 @@ def test_command_without_its_extra(
     for name in [name for name in sys.modules if f"{name}.".startswith((f"{missing}.", "regtopk.cli."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(sys, "argv", ["regtopk", "--version"])
+    main()
+    assert capsys.readouterr() == (f"regtopk {regtopk.__version__}\n", "")
+    monkeypatch.setattr(sys, "argv", ["regtopk", "train"])
     with pytest.raises(SystemExit) as done:
         main()
-    assert done.value.code == 2
-    shown = "regtopk: the command line needs an extra: pip install 'regtopk[cli]'\n"
-    assert capsys.readouterr() == ("", shown)
+    out, err = capsys.readouterr()
+    assert (done.value.code, out, err.count("\n")) == (2, "", 1) and "pip install 'regtopk[all]'" in err
 
 
 def test_benchmarks_run_as_scripts_and_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,9 @@ def _exchange(row: dict[str, Any], workload: Workload) -> PlannedExchange:
 def tables(rows: list[dict[str, Any]], results: Path = RESULTS) -> dict[str, str]:
     """The blocks of the page, by name."""
     planned = [row for row in rows if row["is_planned"]]
+    most = [row for row in rows if row["workers"] == max(row["workers"] for row in rows)]
     return {
-        "speed-up": _by_workers(rows, "speed-up over no hook, measured", _speedup_cell(rows)),
+        "speed-up": _by_workers(most, "speed-up over no hook, measured", _speedup_cell(rows)),
         "planned": _how_far_off(planned),
         "break-even": _break_even(results),
         "gpu": gpu_against_plan.how_near(gpu_against_plan.compare(Calibration.read(RECORDED), results)),

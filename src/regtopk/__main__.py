@@ -4,6 +4,8 @@ import io
 import signal
 import sys
 
+from regtopk._version import __version__
+
 
 def main() -> None:
     """Run the command line; say what to install if its extra is missing."""
@@ -16,7 +18,14 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
-        print("regtopk: the command line needs an extra: pip install 'regtopk[cli]'", file=sys.stderr)
+        if sys.argv[1:] == ["--version"]:
+            print(f"regtopk {__version__}")
+            return
+        print(
+            "regtopk: the command line needs an extra: pip install 'regtopk[all]', or in a checkout "
+            "pip install '.[all]'",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

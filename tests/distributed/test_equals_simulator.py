@@ -173,7 +173,7 @@ def test_any_weights(four_ranks: Ranks, weights: str, collective: str) -> None:
 @pytest.mark.parametrize("index_code", ["rice", "raw32"])
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 def test_index_codes_change_bytes_only(four_ranks: Ranks, index_code: str, collective: str) -> None:
-    signs = [regtopk.TopK(density=0.2, value_code="sign", returned=part) for part in (0.3, 1.0)]
+    signs: list[Any] = [regtopk.TopK(density=0.2, value_code="sign", returned=part) for part in (0.3, 1.0)]
     for algorithm in (regtopk.RegTopK(density=0.05, value_code="4bit"), ManyRounds(k=20), *signs):
         compare(four_ranks, algorithm, index_code=index_code, collective=collective)
 

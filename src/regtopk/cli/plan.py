@@ -1,6 +1,7 @@
 """regtopk plan: is compression worth it on my link?"""
 
 import logging
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, cast
@@ -27,6 +28,7 @@ from regtopk.lab.report import write_report
 
 SHOWN_DENSITIES = "; of updates ".join(",".join(map(str, each)) for each in (DENSITIES, UPDATES_DENSITIES))
 LARGE = 100_000_000  # parameters, above which GPUs are thought to train
+BUSY = 0.5  # of a core, taken by others: what is measured then is no cost of ours
 USUAL_DEVICE = "cuda if torch finds a GPU, or above 100M parameters"
 SHOWN_ONLY = ("out", "force", "as_json", "recalibrate")  # options that do not change the plan
 
@@ -131,7 +133,12 @@ def _usual_device(numel: int) -> tuple[str, str]:
 def _measured(device: str, path: Path) -> Calibration:
     """This machine's costs, which are kept in a file."""
     check_device("device", device)
-    typer.echo(f"regtopk: measuring what work costs on this machine, for up to a minute ({path})", err=True)
+    typer.echo(f"regtopk: measuring what work costs on this machine, for about a minute ({path})", err=True)
+    if (load := os.getloadavg()[0]) > BUSY * (os.cpu_count() or 1):
+        typer.echo(
+            f"regtopk: the machine is busy (load {load:.1f}), so costs are too high: --recalibrate later",
+            err=True,
+        )
     with progress_bar("calibration") as progress:
         costs = calibrate(device, progress)
     try:

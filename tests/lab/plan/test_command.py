@@ -117,7 +117,7 @@ def test_updates_in_words() -> None:
 
 def test_a_link_that_does_not_pay_and_one_that_is_too_fast_to_predict() -> None:
     for bandwidth, said in (
-        ("20 Gbit/s", "does not pay with 4 workers at 20 Gbit/s: "),
+        ("20 Gbit/s", "does not pay for SGD with 4 workers at 20 Gbit/s: "),
         ("400 Gbit/s", UNKNOWN),
     ):
         found = plan(*SMALL, "--bandwidth", bandwidth)
@@ -139,7 +139,7 @@ def test_what_is_advised_is_best_unless_others_are_asked_for() -> None:
         best = plan(*updates)["best"]
         assert (best["name"], best["every"], best["fragments"]) == ("topk:impute=0.35", 2, fragments), latency
     assert plan(*updates, "--every", "500")["best"]["fragments"] == 1
-    assert "Compression may pay with 4 workers" in invoke(*updates, "--every", "500")[1]
+    assert "Compression may pay for AdamW with 4 workers" in invoke(*updates, "--every", "500")[1]
 
 
 def test_what_is_faster_still_is_a_row_of_the_table() -> None:
@@ -166,7 +166,11 @@ def test_a_table_then_the_answer_and_what_it_rests_on() -> None:
     assert out.startswith("Planned for CPUs (the costs in costs.json). Work has costs measured on cpu with ")
     assert names[0] == "density" and names[3] == "dense"
     assert names.count("regtopk") == names.count("dense") == 1
-    said = ["Compression pays with 4 workers at ", "it pays, above it does not.", "Paste, on every rank: "]
+    said = [
+        "Compression pays for SGD with 4 workers",
+        "it pays, above it does not.",
+        "Paste, on every rank: ",
+    ]
     said += ["Assumed: latency 50 µs", "How sure: ", "Use none of it "]
     places = [out.index(each) for each in said]
     assert places[0] > 0 and places == sorted(places)
@@ -208,7 +212,7 @@ def test_a_page(tmp_path: Path) -> None:
     assert code == 0 and str(tmp_path / "page" / "index.html") in out
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "4 workers, links of any bandwidth" in page and "100 Mbit/s, any number of workers" in page
-    assert "<p class=finding>Compression pays with 4 workers at 100 Mbit/s: " in page  # in bold
+    assert "<p class=finding>Compression pays for SGD with 4 workers at 100 Mbit/s: " in page  # in bold
     assert page.index("<th>speed-up</th>") < page.index("<th>density</th>")  # in sight on a phone
     config = json.loads((tmp_path / "page" / "config.json").read_text())
     marks = [(panel["mark"], panel["mark_label"]) for panel in config["panels"]]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from regtopk.core.link import Link
+from regtopk.lab.method import Method
 from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.link import all_reduce
 from regtopk.lab.plan.methods import PlannedMethod
@@ -97,5 +98,6 @@ def test_the_line_to_paste(planned: PlannedMethod, arguments: str) -> None:
     assert as_code(planned) == f"exchange = regtopk.UpdateExchange(model, optimizer, {arguments})"
     gradients = PlannedMethod("regtopk", 0.001, "float32")
     assert as_code(gradients) == "exchange = regtopk.attach(model, regtopk.RegTopK(density=0.001))"
-    coded = as_code(gradients._replace(index_code="rice"))
-    assert coded.endswith("RegTopK(density=0.001), index_code='rice')")
+    coded = PlannedMethod.of(Method.parse("regtopk:index_code=rice"), 0.001, "float32")
+    assert as_code(coded).endswith("RegTopK(density=0.001), index_code='rice')")
+    assert coded.label == "regtopk:index_code=rice"  # a table has both

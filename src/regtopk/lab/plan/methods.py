@@ -50,10 +50,10 @@ class PlannedMethod(NamedTuple):
     @classmethod
     def of(cls, words: Method, density: float, value_code: str) -> "PlannedMethod":
         """What words ask for, with this density and this code in place of theirs."""
-        options = set(words.options) - {"density", "value_code"}
-        own = [f"{key}={text}" for key, text in words.words if key in options]
-        name, index_code = ":".join([words.algorithm, *own]), words.index_code or INDEX_CODE
-        return cls(name, density, value_code, words.rounds, index_code)
+        index_code = words.index_code or INDEX_CODE
+        told = {*words.options, *(() if index_code == INDEX_CODE else ("index_code",))}
+        own = [f"{key}={text}" for key, text in words.words if key in told - {"density", "value_code"}]
+        return cls(":".join([words.algorithm, *own]), density, value_code, words.rounds, index_code)
 
     @property
     def algorithm(self) -> str:

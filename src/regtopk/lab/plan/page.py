@@ -13,7 +13,7 @@ from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import POWERSGD_RANK
 from regtopk.lab.plan.learning import about
 from regtopk.lab.plan.link import NCCL_HOP_S
-from regtopk.lab.plan.methods import DENSE, INDEX_CODE, POWERSGD, TORCH, PlannedMethod
+from regtopk.lab.plan.methods import DENSE, FP16, INDEX_CODE, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
@@ -22,6 +22,7 @@ from regtopk.recipes import RETURNED_FROM
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
 MAX_CURVES = 8
+OPTIMIZER_NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 UNKNOWN = "Faster links are not predicted: machines talk there by RDMA or NVLink."
 GLOO = "gloo's collectives, over TCP"
 NCCL = f"NCCL's collectives, over TCP, with {format_time(NCCL_HOP_S)} per hop beside the latency"
@@ -107,7 +108,8 @@ def table(plan: LinkPlan) -> list[dict[str, str]]:
 def verdict(plan: LinkPlan) -> str:
     """The answer: what to use, what it gains, and up to which bandwidth."""
     best, link = plan.best, plan.situation.link
-    where = f"with {plan.situation.num_workers} workers at {format_bandwidth(link.bandwidth)}"
+    where = f"for {OPTIMIZER_NAMES[plan.situation.optimizer]} with {plan.situation.num_workers} workers"
+    where += f" at {format_bandwidth(link.bandwidth)}"
     if link.bandwidth >= FAST:
         return f"Compression is not advised {where}: use no hook, unless you measure a gain. {UNKNOWN}"
     step, exchange_s = format_time(best.step_time_s), best.step_time_s - link.compute_s
@@ -118,7 +120,11 @@ def verdict(plan: LinkPlan) -> str:
         said = f"Compression does not pay {where}: use {use}. A step takes {step}. {share}"
     else:
         steps, faster = best.relative_steps, format_factor(plan.speedup_to_loss(best))
-        gain = f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps"
+        fp16 = next(p for p in plan.predictions if p.method == FP16)
+        gain = (
+            f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps, and "
+        )
+        gain += f"{format_factor(fp16.time_to_loss / best.time_to_loss)} times as fast as torch's fp16 hook"
         if steps is None:
             gain = f"makes a step {faster} times as fast as dense. How many steps it needs is not recorded"
         pays = "pays" if steps is not None else "may pay"
@@ -207,14 +213,19 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     inner = "[muon, adamw]" if plan.situation.optimizer == "muon" else "optimizer"
     said = [f"Paste, on every rank: {as_code(method, inner)}"] if method not in TORCH else []
     rows = [p for p in plan.best_by_label() if p.relative_steps is not None]
-    fastest = min(rows, key=lambda p: p.time_to_loss)
+    fastest = min(rows, key=lambda p: (format_factor(p.time_to_loss), p.method.algorithm != "topk"))
     named = [method]
     if link.bandwidth < FAST and fastest.time_to_loss < plan.best.time_to_loss / EQUAL:
         named.append(fastest.method)
         faster = f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as"
-        said.append(f"Predicted to be faster still: {faster} dense. It is not advised first: measure both.")
+        said.append(
+            f"Predicted to be faster still: {faster} dense. It is not advised first, as its steps were "
+            "counted to one early loss alone: measure both."
+        )
     if plan.situation.optimizer == "sgd":
-        said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")
+        said.append(
+            "With AdamW or Muon ask for --optimizer adamw or muon: sparse gradients learn slowly there."
+        )
     if any(each.algorithm == "dgc" for each in named):
         said.append(
             "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "
