@@ -16,10 +16,9 @@ from regtopk.distributed.steps import alike
 from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
-from tests.distributed.late import answers_on_the_device
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_equals_simulator import OF_EACH_KIND
-from tests.distributed.training import refusal, same, steps_of
+from tests.distributed.training import answers_on_the_device, refusal, same, steps_of
 
 SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
 ALIKE = [[["a"], ["c"], ["d"]]]

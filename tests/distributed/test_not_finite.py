@@ -18,7 +18,6 @@ import regtopk
 from regtopk.core.algorithm import Algorithm
 from tests.distributed import training
 from tests.distributed.conversations import RunningSum
-from tests.distributed.late import answers_on_the_device
 from tests.distributed.ranks import on_ranks
 from tests.distributed.sharding import attached, grid, whole_gradients, whole_parameters
 
@@ -92,7 +91,7 @@ def with_spoiled_gradient(act: Callable[[], Any], model: nn.Module, layer: str, 
 @on_ranks(4)
 def test_a_skipped_step_of_a_sharded_model_changes_nothing() -> None:
     found = [train_sharded(*BAD[-1], bad_steps=(0, 2))]
-    with answers_on_the_device() as late:
+    with training.answers_on_the_device() as late:
         straight = train_sharded(bad_steps=())
         found += [train_sharded(*where, bad_steps=(0, 2)) for where in BAD]
     assert len(late) == 5 + 3 * 7  # all steps but the first of each run, and the bad ones beside
