@@ -18,6 +18,7 @@ from regtopk.cli import app
 from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
 from regtopk.kernels import Damped, dispatch
+from regtopk.kernels.cpu.threads import side_by_side
 from regtopk.kernels.dispatch import kernel_named
 from regtopk.kernels.reference import selection as reference
 
@@ -192,3 +193,35 @@ def test_doctor_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     device = json.loads(answer.stdout)["devices"][0]
     assert device["kernel"] == "reference" and device["reason"] == "REGTOPK_KERNELS=reference"
     assert device["num_cases"] == 4 and device["failure"] is None  # one a dtype
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_results_in_order() -> None:
+    assert side_by_side(lambda a, b: a * b, [(n, 2) for n in range(50)]) == [2 * n for n in range(50)]
+    assert side_by_side(lambda n: n, []) == []
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_never_more_than_torchs_threads() -> None:
+    running, most = set(), []
+
+    def task(n: int) -> None:
+        running.add(n)
+        most.append(len(running))
+        threading.Event().wait(0.002)
+        running.remove(n)
+
+    side_by_side(task, [(n,) for n in range(30)])
+    assert max(most) <= 3
+
+
+@pytest.mark.parametrize("num_tasks", [1, 30])
+@pytest.mark.usefixtures("three_threads")
+def test_an_error_comes_back(num_tasks: int) -> None:
+    with pytest.raises(ZeroDivisionError):
+        side_by_side(lambda n: 1 // n, [(n,) for n in range(num_tasks)])
