@@ -128,7 +128,7 @@ def gradient(model: nn.Module, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     model.zero_grad()
     inputs, factors = torch.randn(30, 24, generator=generator), torch.randn(30, 40, generator=generator)
-    (model(inputs) * factors).sum().gradient()
+    (model(inputs) * factors).sum().backward()
     (weight,) = model.parameters()
     assert weight.grad is not None
     return weight.grad
