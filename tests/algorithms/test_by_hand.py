@@ -6,13 +6,14 @@ import torch
 import regtopk
 from regtopk.algorithms.mipd_style import layer_budgets
 from regtopk.core import Layout, Peek, Worker
-from regtopk.core.random import random_subset
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import Steps
 
 CONV_LINEAR = Layout.of_shapes([("conv", (4,), "conv"), ("linear", (3,), "linear")])
 WIDE_NARROW = Layout.of_shapes([("wide", (4,), "other"), ("narrow", (2,), "other")])
+OF_EF21: list[list[float]] = [[4, 2, 0], [-2, 1, 6]]
+BOTH_WAYS: list[list[float]] = [[4, 2, 0, 0], [-2, 1, 6, 0]]
 
 BY_HAND = [
     # 6/4 - 18/4, 4/4 + 12/4, 1/4 + 6/4
@@ -131,6 +132,44 @@ BY_HAND = [
         residual=[[-0.75, 0, -0.5, 0, 1, 1, 0.75]],
         layout=CONV_LINEAR,
     ),
+    Steps(
+        regtopk.GTopK(k=1),
+        [
+            # worker 0 sends entry 0 (5), worker 1 entry 1 (8); the sum is (2.5, 4, 0) and entry 1 is chosen:
+            # the 5 goes back.                                  e_0 = (5, 3, 1), e_1 = (0, 0, 2)
+            ([[5, 3, 1], [0, 8, 2]], [0, 4, 0]),
+            # a_0 = (5, 3, 1), a_1 = (-5, 0, 4): both send entry 0, which cancels, and is still the one of
+            # largest sum (all are zero, and of equal ones the first is taken): both have sent it
+            ([[0, 0, 0], [-5, 0, 2]], [0, 0, 0]),
+        ],
+        residual=[[0, 3, 1], [0, 0, 4]],
+    ),
+    Steps(
+        regtopk.EF21(k=1),
+        [
+            # h = 0: the largest changes are entry 0 (4) and entry 2 (6).    h_0 = (4, 0, 0), h_1 = (0, 0, 6)
+            (OF_EF21, [2, 0, 3]),
+            # the same gradients: changes (0, 2, 0) and (-2, 1, 0).          h_0 = (4, 2, 0), h_1 = (-2, 0, 6)
+            (OF_EF21, [1, 1, 3]),
+            # changes 0 and (0, 1, 0): now the aggregate is the mean gradient, and stays it
+            (OF_EF21, [1, 1.5, 3]),
+            (OF_EF21, [1, 1.5, 3]),
+            # the first worker's entry 0 falls to 1: change -3
+            ([[1, 2, 0], [-2, 1, 6]], [-0.5, 1.5, 3]),
+        ],
+    ),
+    # v = (2, 1): entry 0. Then v = 0.75 (2, 1) + 0.25 (0, 4) = (1.5, 1.75): changes (-0.5, 1.75), entry 1
+    Steps(regtopk.EF21(k=1, eta=0.25), [([[8, 4]], [2, 0]), ([[0, 4]], [2, 1.75])]),
+    Steps(
+        # Entries 0 and 2 are the first worker's to sum, 1 and 3 the second's. Each returns its largest sum.
+        regtopk.EF21(density=0.25, returned=0.25),
+        [
+            (BOTH_WAYS, [0, 0, 3, 0]),  # of the sums 2 and 3, 3 comes back
+            (BOTH_WAYS, [1, 1, 3, 0]),  # entry 0: the 2 that is owed and half of -2; entry 1: half of 2
+            (BOTH_WAYS, [1, 1.5, 3, 0]),
+            (BOTH_WAYS, [1, 1.5, 3, 0]),
+        ],
+    ),
 ]
 
 
@@ -213,12 +252,9 @@ def test_bins_are_50_in_convolutions_and_500_elsewhere() -> None:
     assert aggregate.nonzero().flatten().tolist() == [0, 50, 100]  # 2 · 4 does not reach 10 in one bin
 
 
-def test_randomk_by_hand() -> None:
-    drawn = [int(random_subset(3, 1, 5, step)) for step in (0, 1)]
-    assert drawn[0] != drawn[1]  # seed 5 is one where they differ
-    cluster = Cluster(regtopk.RandomK(k=1, seed=5), num_workers=2)
-    first = cluster.step(torch.tensor([[6.0, 4.0, 1.0], [-4.0, 4.0, 2.0]]))  # mean (1, 4, 1.5)
-    second = cluster.step(torch.tensor([[1.0, 0.0, 3.0], [1.0, 2.0, 3.0]]))  # mean (1, 1, 3)
-    assert first.tolist() == [value if entry == drawn[0] else 0 for entry, value in enumerate([1, 4, 1.5])]
-    # what was not drawn in the first step has been carried
-    assert second.tolist() == [value if entry == drawn[1] else 0 for entry, value in enumerate([2, 5, 4.5])]
+def test_what_a_code_loses_of_ef21_is_sent_later() -> None:
+    cluster = Cluster(regtopk.EF21(k=2, value_code="2bit"), num_workers=1)
+    grads = torch.tensor([[3.0, -1.0, 0.3, 0.1]])
+    for _ in range(60):
+        aggregate = cluster.step(grads)
+    assert aggregate.tolist() == pytest.approx(grads[0].tolist(), abs=1e-5)

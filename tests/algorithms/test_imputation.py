@@ -15,17 +15,6 @@ IMPUTING: list[type[Any]] = [TopK, RegTopK, ChunkedTopK, DGC]
 kinds = pytest.mark.parametrize("kind", IMPUTING, ids=lambda kind: kind.name)
 
 
-def test_by_hand() -> None:
-    cluster = Cluster(TopK(k=1, impute=0.5), num_workers=4)
-    grads = torch.tensor([[8.0, 1.0, 0.0], [4.0, 2.0, 1.0], [1.0, 6.0, 2.0], [2.0, 1.0, 0.0]])
-    # Entry 0: workers 0, 1 and 3 send 8, 4 and 2: S = 14/4, W = 3/4, m = 14/3, worker 2 pays 7/3.
-    # Entry 1: worker 2 sends 6: S = 6/4, W = 1/4, m = 6, the others pay 3.
-    aggregate = cluster.step(grads)
-    torch.testing.assert_close(aggregate, torch.tensor([3.5 + 7 / 12, 1.5 + 9 / 4, 0.0]))
-    expected = torch.tensor([[0.0, -2.0, 0.0], [0.0, -1.0, 1.0], [1 - 7 / 3, 0.0, 2.0], [0.0, -2.0, 0.0]])
-    torch.testing.assert_close(residual_of(cluster), expected)
-
-
 @kinds
 @pytest.mark.parametrize("code", VALUE_CODES)
 def test_the_aggregate_and_the_residuals_as_the_formula_has_them(kind: type[Any], code: str) -> None:

@@ -30,26 +30,6 @@ def cancelled(mu: float) -> Steps:
     )
 
 
-def two_readings(reference: Any, aggregate: list[float]) -> Steps:
-    return Steps(
-        RegTopK(k=1, mu=1.0, reference=reference),
-        [
-            # t = 0: both send entry 0, g = 0.75 · 4 - 0.25 · 4 = 2.              e_0 = (0, 1, 0) = e_1
-            ([[4, 1, 0], [-4, 1, 0]], [2, 0, 0]),
-            # t = 1: a_0 = (8, 5, 0), a_1 = (3, 2, 0), and for entry 0:
-            #
-            # previous   worker 0: 1 + D = 2 / 3,            tanh = 0.583, 8 · 0.583 = 4.66 < 5: sends entry 1
-            #            worker 1: 1 + D = 2 / -1 = -2,      tanh = 0.964, 3 · 0.964 = 2.89 > 2: sends entry 0
-            #            g = (0.25 · 3, 0.75 · 5, 0)
-            # current    worker 0: 1 + D = (6 + 2 - 3) / 6,  tanh = 0.682, 8 · 0.682 = 5.46 > 5: sends entry 0
-            #            worker 1: 1 + D = (0.75 + 2 + 1) / 0.75 = 5, tanh = 1.000, 3 > 2:       sends entry 0
-            #            g = (0.75 · 8 + 0.25 · 3, 0, 0)
-            ([[8, 4, 0], [3, 1, 0]], aggregate),
-        ],
-        weights=[0.75, 0.25],
-    )
-
-
 def sent_as_zero(reference: Any) -> Steps:
     """It counts as not sent."""
     return Steps(
@@ -91,8 +71,6 @@ HUGE = Steps(RegTopK(k=1, mu=1e300, q=0.0), [([[1e-30, 0], [1e9, 0]], [5e8, 0]),
     "case",
     [
         *(cancelled(mu) for mu in (1e-30, 1e-3, 1.0, 4.0, 1e6, 1e30)),
-        two_readings("previous", [0.75, 3.75, 0]),
-        two_readings("current", [6.75, 0, 0]),
         *(sent_as_zero(reference) for reference in READINGS),
         *(zero_now(reference) for reference in READINGS),
         CAP,

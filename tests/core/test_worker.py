@@ -1,11 +1,16 @@
+"""Layouts, weights, and what a worker keeps."""
+
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from regtopk.core.worker import Layer, Layout, Worker, check_weights
-from regtopk.errors import ArgumentError
+from regtopk.core.state import State, accumulation_dtype, per_worker, shared
+from regtopk.core.worker import Layer, Layout, check_weights
+from regtopk.errors import ArgumentError, StateError
 
 
 def test_a_layout_of_shapes_has_no_gaps() -> None:
@@ -17,15 +22,6 @@ def test_a_layout_of_shapes_has_no_gaps() -> None:
 def test_a_gap_is_refused() -> None:
     with pytest.raises(ArgumentError, match="layout must be without gaps: layer 'b' must start at 2, got 3"):
         Layout((Layer("a", (2,), 0), Layer("b", (2,), 3)))
-
-
-def test_state_starts_from_zeros_of_the_workers_shape_and_dtype() -> None:
-    weight = torch.full((3, 1), 1 / 3, dtype=torch.float64)
-    batch = Worker(weight, torch.arange(3), 3, 0, Layout.anonymous(5), batch_shape=(2, 3))
-    assert batch.zeros().shape == (2, 3, 5) and batch.zeros().dtype == torch.float64
-    assert batch.zeros(4, dtype=torch.int64).shape == (2, 3, 4)
-    rank = Worker(torch.tensor(0.5), torch.tensor(1), 2, 0, Layout.anonymous(5))
-    assert rank.zeros().shape == (5,) and rank.zeros().dtype == torch.float32
 
 
 def test_weights_are_uniform_unless_given() -> None:
@@ -63,8 +59,46 @@ def test_weights_that_break_a_rule_are_refused(weights: Any, message: str) -> No
     assert str(refused.value) == message
 
 
-def test_senders_are_those_with_weight_and_take_turns() -> None:
-    def senders(step: int) -> list[int]:
-        return Worker(torch.tensor(0.5), torch.tensor(0), 4, step, Layout.anonymous(1), idle=(1,)).senders
+@dataclass
+class Example(State):
+    residual: Tensor = per_worker("weighted_sum")
+    indices: Tensor = per_worker("reset")
+    mean: Tensor = shared()
 
-    assert [senders(step) for step in range(4)] == [[0, 2, 3], [2, 3, 0], [3, 0, 2], [0, 2, 3]]
+
+def example(fill: float = 1.0, k: int = 2) -> Example:
+    return Example(torch.full((3, 4), fill), torch.full((3, k), int(fill)), torch.full((4,), fill))
+
+
+def test_rules_are_read_from_the_fields() -> None:
+    assert Example.rules() == {"residual": "weighted_sum", "indices": "reset", "mean": "shared"}
+
+
+def test_loading_copies_and_keeps_the_dtype() -> None:
+    source, target = example(1.0, k=5), example(2.0)
+    target.load_state_dict({name: tensor.double() for name, tensor in source.state_dict().items()})
+    source.residual.zero_()
+    assert target.residual.unique().tolist() == [1.0]
+    assert target.indices.shape == (3, 5)  # the size of a selection may differ
+    assert (target.residual.dtype, target.indices.dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(1)}, "state must have the fields ['indices', 'mean', 'residual'], got ['a', "),
+        ({"residual": torch.zeros(3, 5)}, "state field 'residual' must have shape (3, 4), got (3, 5)"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_as_a_whole(change: dict[str, Tensor], message: str) -> None:
+    target = example(2.0)
+    with pytest.raises(StateError) as refused:
+        target.load_state_dict({**example(1.0).state_dict(), **change})
+    assert str(refused.value).startswith(message)
+    assert all(tensor.unique().tolist() == [2.0] for tensor in target.state_dict().values())
+
+
+def test_sums_are_kept_in_at_least_float32() -> None:
+    dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    kept = [accumulation_dtype(dtype) for dtype in dtypes]
+    assert kept == [torch.float32, torch.float32, torch.float32, torch.float64]

@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import regtopk
 from regtopk.errors import ClusterError
 from regtopk.rounds import Rounds, cut_evenly
 from tests.distributed import training
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.test_updates import TOPK, is_same_on_all_ranks, nesterov, train
+from tests.distributed.test_updates import adamw, is_same_on_all_ranks, nesterov, train, updating
 
-
-def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, regtopk.UpdateExchange]:
-    net = training.make_net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
-    return net, optimizer, regtopk.UpdateExchange(net, optimizer, TOPK, **options)
+made = partial(updating, adamw)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +50,7 @@ def test_fragments_take_turns_and_none_is_left_out() -> None:
 @on_ranks(2)
 def test_ranks_agree_while_they_differ() -> None:
     for options in ({"every": 4, "delay": 3}, {"every": 4, "delay": 1, "fragments": 4, "mix": 0.5}):
-        net, optimizer, exchange = made(**options)
-        with training.closing(exchange):
+        with made(**options) as (net, optimizer, exchange):
             train(net, optimizer, range(9))
             own = training.flat_parameters(net)
             with exchange.agreed():
@@ -67,29 +61,8 @@ def test_ranks_agree_while_they_differ() -> None:
 
 
 @on_ranks(2)
-def test_resumed_with_a_round_under_way() -> None:
-    for every, delay, fragments in ((4, 3, 1), (4, 2, 2), (2, 0, 2)):
-        options = {"every": every, "delay": delay, "fragments": fragments}
-        net, optimizer, exchange = made(**options)
-        saved = []
-        with training.closing(exchange):
-            for step in range(8):
-                train(net, optimizer, range(step, step + 1))
-                saved.append(exchange.state_dict())
-            train(net, optimizer, range(8, 12))
-            end = training.flat_parameters(net), training.algorithm_state(exchange)
-        for step in (3, 4, 5, 6, 7):
-            net, optimizer, exchange = made(**options)
-            with training.closing(exchange):
-                exchange.load_state_dict(saved[step])
-                train(net, optimizer, range(step + 1, 12))
-                assert training.same((training.flat_parameters(net), training.algorithm_state(exchange)), end)
-
-
-@on_ranks(2)
 def test_an_outer_learning_rate_may_change_while_a_round_is_under_way() -> None:
-    net, optimizer, exchange = made(every=2, delay=1, outer=nesterov)
-    with training.closing(exchange):
+    with made(every=2, delay=1, outer=nesterov) as (net, optimizer, exchange):
         assert exchange.outer is not None
         for step in range(8):
             train(net, optimizer, range(step, step + 1))
@@ -102,8 +75,7 @@ def test_an_outer_learning_rate_may_change_while_a_round_is_under_way() -> None:
 
 @on_ranks(2)
 def test_inside_agreed_nothing_else_is_done() -> None:
-    net, optimizer, exchange = made(every=4, delay=3)
-    with training.closing(exchange):
+    with made(every=4, delay=3) as (net, optimizer, exchange):
         train(net, optimizer, range(5))
         load = partial(exchange.load_state_dict, exchange.state_dict())
         calls: dict[str, Any] = {"state_dict": exchange.state_dict, "load_state_dict": load}
@@ -116,16 +88,14 @@ def test_inside_agreed_nothing_else_is_done() -> None:
 
 @on_ranks(2)
 def test_a_nan_that_is_saved_under_way_is_skipped_after_the_load() -> None:
-    net, optimizer, exchange = made(every=4, delay=3)
-    with training.closing(exchange):
+    with made(every=4, delay=3) as (net, optimizer, exchange):
         train(net, optimizer, range(3))
         if dist.get_rank() == 1:
             with torch.no_grad():
                 next(net.parameters()).fill_(math.nan)
         train(net, optimizer, range(3, 5))  # it is sent
         saved = exchange.state_dict()
-    net, optimizer, exchange = made(every=4, delay=3)
-    with training.closing(exchange):
+    with made(every=4, delay=3) as (net, optimizer, exchange):
         exchange.load_state_dict(saved)
         train(net, optimizer, range(5, 12))
         exchange.finish()
@@ -135,18 +105,15 @@ def test_a_nan_that_is_saved_under_way_is_skipped_after_the_load() -> None:
 
 @on_ranks(2)
 def test_close_waits_for_what_is_under_way() -> None:
-    net, optimizer, exchange = made(every=4, fragments=4, delay=3)
-    train(net, optimizer, range(3))
-    with training.listening() as said:
-        exchange.close()
+    with training.listening() as said, made(every=4, fragments=4, delay=3) as (net, optimizer, _):
+        train(net, optimizer, range(3))
     assert not said
 
 
 @on_ranks(2)
 def test_a_nan_takes_all_parts_back() -> None:
     for options in ({"every": 4, "delay": 2}, {"every": 4, "delay": 3, "fragments": 3}):
-        net, optimizer, exchange = made(**options)
-        with training.closing(exchange):
+        with made(**options) as (net, optimizer, exchange):
             train(net, optimizer, range(5))
             if dist.get_rank() == 1:
                 with torch.no_grad():
@@ -164,12 +131,12 @@ def test_a_failure_under_way_is_raised_by_the_next_steps(new_ranks: Ranks) -> No
 
 
 def fail_under_way() -> str:
-    net, optimizer, exchange = made(every=4, delay=3)
-    train(net, optimizer, range(7))
-    exchange._maker.land_all()
-    exchange._steps.rank.collectives.all_gather = _fail  # type: ignore[assignment]
-    said = training.refusal(lambda: train(net, optimizer, range(7, 12)))
-    assert training.refusal(exchange.state_dict)[0] == "ClusterError"
+    with made(every=4, delay=3) as (net, optimizer, exchange):
+        train(net, optimizer, range(7))
+        exchange._maker.land_all()
+        exchange._steps.rank.collectives.all_gather = _fail
+        said = training.refusal(lambda: train(net, optimizer, range(7, 12)))
+        assert training.refusal(exchange.state_dict)[0] == "ClusterError"
     return said[1]
 
 

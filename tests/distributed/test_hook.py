@@ -1,16 +1,17 @@
-"""The DDP hook: registered by hand, on models that do unusual things, and after the exchange is over."""
+"""The DDP hook: by hand, on models that do unusual things or leave parts out, detached, and after its end."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.errors import ClusterError
 from tests.distributed import test_updates, training
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import Ranks, on_ranks
 
 ALGORITHM = regtopk.RegTopK(density=0.1)
 
@@ -136,3 +137,80 @@ def test_errors_of_an_algorithm_keep_their_kind() -> None:
         training.loss_of(model, 0).backward()
         refused = training.refusal(lambda: training.loss_of(model, 1).backward())
     assert refused == ("ArgumentError", "density must be in (0, 1], got 1.5")
+
+
+@on_ranks(4)
+def test_a_detached_model_trains_as_plain_ddp_does() -> None:
+    """On three ranks: a third is no float. Three sparse steps; from there on, both side by side."""
+    group = dist.new_group([0, 1, 2])
+    if dist.get_rank() == 3:
+        return
+    model, plain = (training.ddp(**training.SMALL_BUCKETS, process_group=group) for _ in range(2))
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1))
+    for trained in (model, plain):  # both: DDP makes its buckets in the second backward
+        test_updates.train(trained, test_updates.sgd(trained), range(3))
+    sent_bytes = exchange.total.sent_bytes
+    exchange.detach()
+    plain.module.load_state_dict(model.module.state_dict())
+    for trained in (model, plain):
+        test_updates.train(trained, test_updates.sgd(trained), range(3, 6))
+    assert exchange.num_steps == 3 and exchange.total.sent_bytes == sent_bytes
+    assert exchange.total.residual_norm == 0  # what was not sent is dropped
+    assert exchange.summary().endswith(
+        "\n  detached  the residual was dropped; the dense steps since are not counted here"
+    )
+    refused = "ClusterError", "the exchange must not be used after detach()"
+    assert training.refusal(exchange.state_dict) == refused
+    assert torch.equal(training.flat_parameters(model), training.flat_parameters(plain))
+
+
+NUM_STEPS = 15
+WEIGHTS = [0.7, 0.3]
+
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["copies", "views of buckets"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_applied_plus_residual_is_the_sum_of_gradients(
+    two_ranks: Ranks, set_to_none: bool, is_view: bool
+) -> None:
+    found = two_ranks.run(train_without_some, set_to_none, is_view)
+    applied, num_given = found[0][0], found[0][2]
+    assert torch.equal(applied, found[1][0])
+    assert num_given > 0  # entries did come for the unused layer: the case is not empty
+    kept = sum(weight * residual for weight, (_, residual, _, _) in zip(WEIGHTS, found, strict=True))
+    due = sum(weight * grads for weight, (_, _, _, grads) in zip(WEIGHTS, found, strict=True))
+    # float32 sums of 15 steps of numbers below 1: a rounding of 2^-24 each
+    torch.testing.assert_close(applied + kept, due, rtol=0, atol=NUM_STEPS * 2**-24)
+
+
+def train_without_some(set_to_none: bool, is_view: bool) -> tuple[Tensor, Tensor, int, Tensor]:
+    """What was applied, what is kept, how much came for unused parameters, and all own gradients."""
+    rank = dist.get_rank()
+    model = training.ddp(
+        find_unused_parameters=True, gradient_as_bucket_view=is_view, **training.SMALL_BUCKETS
+    )
+    alone = training.make_net()  # the same parameters, outside DDP: what this rank's own gradient is
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), weight=WEIGHTS[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    applied = due = torch.zeros((), dtype=torch.float64)
+    num_given = 0
+    with training.closing(exchange):
+        for step in range(NUM_STEPS):
+            alone.load_state_dict(model.module.state_dict())
+            alone.zero_grad()
+            training.loss_of(alone, step, with_extra=step % 3 != 1).backward()
+            due = due + training.flat_gradients(alone).double()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            training.loss_of(model, step, with_extra=step % 3 != 1).backward()
+            applied = applied + training.flat_gradients(model).double()
+            if step % 3 == 1:
+                num_given += count(model.module.extra.weight.grad)
+            optimizer.step()
+        entries = exchange.state_dict()["workers"][str(rank)]["entries"]
+        names = [name for name, _ in model.module.named_parameters()]
+        residual = torch.cat([entries[name]["residual"].flatten() for name in names])
+    return applied, residual.double(), num_given, due
+
+
+def count(grad: Any) -> int:
+    return 0 if grad is None else int(grad.count_nonzero())

@@ -1,7 +1,11 @@
-"""A rank is lost in the middle of a step: the others say so, do not hang, and a restart goes on."""
+"""A rank is lost in the middle of a step, or ends with an error: all say so, and none hangs."""
 
 import os
 import signal
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, fork_process
 from tests.distributed.test_checkpoint import Training
 from tests.distributed.training import algorithm_state, closing, flat_parameters, loss_of, refusal, same
+from tests.processes import ended
 
 LOST, SAVED_AT, LOST_AT, LAST = 2, 4, 6, 9
 RESTART = ": restart all ranks from the last checkpoint"
@@ -91,3 +96,44 @@ def resume(folder: Path) -> tuple[Tensor, Tensor]:
             training.train_until(LAST)
             results.append(flat_parameters(training.model))
     return results[0], results[1]
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import regtopk
+from tests.distributed.training import loss_of, make_net
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+net = make_net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+exchange = regtopk.UpdateExchange(net, optimizer, regtopk.TopK(density=0.1), every=2, delay=1)
+for step in range(2):
+    loss_of(net, step).backward()
+    optimizer.step()
+net.first.bias.register_hook(lambda grad: 1 / 0)
+loss_of(net, 2).backward()
+"""
+
+
+def test_an_error_in_backward(tmp_path: Path) -> None:
+    """One rank is a process of its own, whose end is looked at; the other is there for it."""
+    store = str(tmp_path / "store")
+    other, _ = fork_process(run_as_the_other, store)
+    try:
+        words = [sys.executable, "-c", SCRIPT, "0", store]
+        with ended(subprocess.Popen(words, stderr=subprocess.PIPE, text=True)) as process:
+            _, said = process.communicate(timeout=300)
+    finally:
+        other.kill()
+        other.join()
+    assert process.returncode == 1, said  # -6 if the exchange's thread outlived Python
+    assert "ZeroDivisionError" in said
+
+
+def run_as_the_other(pipe: Connection, store: str) -> None:
+    sys.argv = ["-c", "1", store]
+    with suppress(ZeroDivisionError):
+        exec(SCRIPT, {})

@@ -1,6 +1,7 @@
 """UpdateExchange: the optimizer runs first, and what it changed is exchanged."""
 
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -50,12 +51,19 @@ def train(net: nn.Module, optimizer: Optimizer, steps: range, **arguments: Any) 
         optimizer.step()
 
 
+@contextmanager
+def updating(make: Any = sgd, algorithm: Any = TOPK, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """A net, its optimizer, and their exchange, which is closed afterwards."""
+    net = make_net()
+    optimizer = make(net)
+    with closing(regtopk.UpdateExchange(net, optimizer, algorithm, **options)) as exchange:
+        yield net, optimizer, exchange
+
+
 @on_ranks(2)
 def test_weights_that_are_loaded_too_late_are_told_of() -> None:
-    net = make_net()
-    optimizer = sgd(net)
-    weights = {name: tensor + 1 for name, tensor in net.state_dict().items()}
-    with listening() as said, closing(regtopk.UpdateExchange(net, optimizer, TOPK, every=2)) as exchange:
+    with listening() as said, updating(every=2) as (net, optimizer, exchange):
+        weights = {name: tensor + 1 for name, tensor in net.state_dict().items()}
         train(net, optimizer, range(5))  # inside a round
         saved = exchange.state_dict()
         net.load_state_dict(weights)
@@ -147,9 +155,7 @@ def simulated(algorithm: Algorithm[Any], weights: list[float]) -> Tensor:
 @pytest.mark.parametrize("options", [{"every": 3}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}])
 @on_ranks(2)
 def test_dense_bytes_are_those_of_the_steps_made(options: dict[str, Any]) -> None:
-    net = make_net()
-    optimizer = adamw(net)
-    with closing(regtopk.UpdateExchange(net, optimizer, TOPK, **options)) as exchange:
+    with updating(adamw, **options) as (net, optimizer, exchange):
         for first, num_steps in ((0, 5), (5, 12), (12, 13)):
             train(net, optimizer, range(first, num_steps))
             exchange.finish()

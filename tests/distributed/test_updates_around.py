@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import regtopk
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp_dcp import Job
-from tests.distributed.test_updates import TOPK, adamw, exchanging, is_same_on_all_ranks, sgd, train
+from tests.distributed.test_updates import TOPK, adamw, exchanging, sgd, train, updating
 from tests.distributed.test_updates import mean_over_ranks as mean
 from tests.distributed.training import closing, ddp, flat_parameters, listening, loss_of, make_net, refusal
 
@@ -86,30 +86,6 @@ def test_train_tied_and_frozen() -> None:
 
 
 @on_ranks(2)
-def test_train_with_two_optimizers() -> None:
-    """Muon for matrices, AdamW for the rest: an exchange for each, by pairs."""
-    net = make_net()
-    matrices = {name: p for name, p in net.named_parameters() if p.ndim == 2}
-    others = {name: p for name, p in net.named_parameters() if p.ndim != 2}
-    muon = torch.optim.Muon(matrices.values(), lr=0.01)
-    adam = torch.optim.AdamW(others.values(), lr=0.01)
-    local: list[Tensor] = []
-    for optimizer in (muon, adam):
-        optimizer.register_step_post_hook(lambda *_: local.append(flat_parameters(net)))
-    with (
-        closing(regtopk.UpdateExchange(matrices.items(), muon, regtopk.Dense())),
-        closing(regtopk.UpdateExchange(((n, p) for n, p in others.items()), adam, TOPK)) as exchange,
-    ):
-        for step in range(3):
-            loss_of(net, step).backward()
-            muon.step()
-            adam.step()
-            net.zero_grad()
-        assert exchange.num_rounds == 3 and exchange.last_step.num_entries == 10
-    assert is_same_on_all_ranks(flat_parameters(net)) and not is_same_on_all_ranks(local[0])
-
-
-@on_ranks(2)
 def test_train_in_bfloat16() -> None:
     """theta_start is kept in float32, so updates too small for bfloat16 are not lost."""
     net = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
@@ -144,10 +120,8 @@ def test_train_with_lbfgs() -> None:
 
 @on_ranks(2)
 def test_a_model_that_is_read_inside_a_round_is_told_of_once(tmp_path: Path) -> None:
-    net = make_net()
-    optimizer = sgd(net)
-    exchange = regtopk.UpdateExchange(net, optimizer, regtopk.TopK(density=0.1), every=2)
-    with listening() as said, closing(exchange), regtopk.Checkpoints(tmp_path) as checkpoints:
+    checkpoints = regtopk.Checkpoints(tmp_path)
+    with listening() as said, updating(every=2) as (net, optimizer, exchange), checkpoints:
         train(net, optimizer, range(2))
         net.state_dict()
         train(net, optimizer, range(2, 3))

@@ -54,31 +54,37 @@ def through_a_file(saved: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+UNDER_WAY = [{"delay": 3}, {"delay": 2, "fragments": 2}, {"every": 2, "fragments": 2}]
+
+
+@pytest.mark.parametrize("options", [{}, *UNDER_WAY], ids=str)
 @on_ranks(2)
-def test_resumed_at_any_step_bit_for_bit() -> None:
-    straight = Training()
-    saved: list[tuple[int, Any, Any]] = []
+def test_resumed_at_any_step_bit_for_bit(options: dict[str, Any]) -> None:
+    """A round's end, steps inside one, or after it while it is under way."""
+    straight = Training(**options)
+    saved: list[tuple[tuple[int, int], Any, Any]] = []
     with closing(straight.exchange) as exchange:
-        for step in range(4, 9):  # a round's end, three steps inside one, and the next end
+        for step in range(4, 9):
             straight.train_until(step)
             gathered = [exchange.gather_state_dict(dst=1)]
             dist.broadcast_object_list(gathered, 1)
             mine = exchange.state_dict()
-            assert bool(mine["workers"][str(dist.get_rank())]["updates"][0]["parameters"]) == (step % 4 != 0)
+            (own,) = mine["workers"][str(dist.get_rank())]["updates"]
+            assert options or bool(own["parameters"]) == (step % 4 != 0)
             states = through_a_file(mine), through_a_file(gathered[0])
-            saved.append((step, states, straight.scheduler.state_dict()))
+            saved.append(((step, exchange.num_rounds), states, straight.scheduler.state_dict()))
         straight.train_until(12)
         expected = straight.result()
-    for step, states, schedule in saved:
+    for counts, states, schedule in saved:
         for state in states:
-            resumed = Training()
+            resumed = Training(**options)
             resumed.train_until(2)  # all of it is replaced
             with closing(resumed.exchange) as exchange:
                 exchange.load_state_dict(state)
                 resumed.scheduler.load_state_dict(schedule)
-                assert exchange.num_steps == step and exchange.num_rounds == step // 4
+                assert (exchange.num_steps, exchange.num_rounds) == counts
                 resumed.train_until(12)
-                assert same(resumed.result(), expected), step
+                assert same(resumed.result(), expected), counts
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_bad_models import META, sharded
-from tests.distributed.test_updates import nesterov, sgd, train
+from tests.distributed.test_updates import nesterov, sgd, train, updating
 from tests.distributed.training import closing, ddp, flat_parameters, make_net, refusal, same
 
 TOPK = regtopk.TopK(density=0.1)
@@ -132,9 +132,7 @@ def test_bad_input() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_has_one_exchange() -> None:
-    net = make_net()
-    optimizer = sgd(net)
-    with closing(regtopk.UpdateExchange(net, optimizer, TOPK)) as exchange:
+    with updating() as (net, optimizer, exchange):
         refused = refusal(lambda: regtopk.UpdateExchange(net, optimizer, TOPK))
         assert refused[1] == "optimizer must have one UpdateExchange, got a second: close() the first one"
         train(net, optimizer, range(1))
@@ -167,24 +165,20 @@ def test_unequally_many_steps_end_with_an_error() -> None:
 
 def step_unequally() -> tuple[str, str]:
     """Rank 1 has one batch less."""
-    net = make_net()
-    optimizer = sgd(net)
-    exchange = regtopk.UpdateExchange(net, optimizer, TOPK, every=2)
-    act: Callable[[], None] = lambda: train(net, optimizer, range(4 - dist.get_rank()))  # noqa: E731
-    if dist.get_rank() == 0:
-        said = refusal(act)
-        assert exchange.state_dict()["num_steps"] == 1  # whole, and may be saved
-        return said
-    act()
-    return "fine", f"{exchange.num_steps} steps"
+    with updating(every=2) as (net, optimizer, exchange):
+        act: Callable[[], None] = lambda: train(net, optimizer, range(4 - dist.get_rank()))  # noqa: E731
+        if dist.get_rank() == 0:
+            said = refusal(act)
+            assert exchange.state_dict()["num_steps"] == 1  # whole, and may be saved
+            return said
+        act()
+        return "fine", f"{exchange.num_steps} steps"
 
 
 @on_ranks(2)
 def test_states_that_are_not_of_one_moment_of_one_run() -> None:
     """What one rank must not load, no rank loads, and nothing has changed."""
-    net = make_net()
-    optimizer = sgd(net)
-    with closing(regtopk.UpdateExchange(net, optimizer, TOPK, every=2, outer=nesterov)) as exchange:
+    with updating(every=2, outer=nesterov) as (net, optimizer, exchange):
         train(net, optimizer, range(4))
         earlier = exchange.state_dict()
         train(net, optimizer, range(4, 6))

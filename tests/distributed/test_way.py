@@ -7,11 +7,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 import regtopk
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import closing, ddp, loss_of, make_net
+from tests.distributed.test_updates import updating
+from tests.distributed.training import closing, ddp, loss_of
 
 SOURCE = str(Path(regtopk.__file__).parent)
 REGTOPK = regtopk.RegTopK(density=0.1)
@@ -27,9 +26,7 @@ def test_the_way_of_a_gradient() -> None:
 
 @on_ranks(2)
 def test_the_way_of_an_update() -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with closing(regtopk.UpdateExchange(net, optimizer, REGTOPK)):
+    with updating(algorithm=REGTOPK) as (net, optimizer, _):
         loss_of(net, 0).backward()
         ways = ways_to_others(optimizer.step)
     start = "exchange rounds rank_rounds step"

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk import errors
 from regtopk.distributed.options import Options
 from regtopk.distributed.state.parameters import Parameters
+from regtopk.distributed.steps.agreement import Agreement
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 
@@ -160,3 +161,20 @@ def closing(exchange: Any) -> Iterator[Any]:
         yield exchange
     finally:
         exchange.close()
+
+
+@contextmanager
+def answers_on_the_device() -> Iterator[list[Agreement]]:
+    """Let ranks go on without the others' answers, as they do over NCCL; what they did not wait for."""
+    late: list[Agreement] = []
+    go_on = Agreement.go_on
+
+    def note(self: Agreement) -> None:
+        late.append(self)
+        go_on(self)
+
+    with (
+        patch.object(Collectives, "is_on_device", lambda self, device: True),
+        patch.object(Agreement, "go_on", note),
+    ):
+        yield late

@@ -1,5 +1,6 @@
-"""Which kernel runs, what it says about itself, and what threads have to do with it."""
+"""Which kernel runs, what it says about itself, that the self-check notices a wrong one; and threads."""
 
+import json
 import logging
 import sys
 import threading
@@ -8,11 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from typer.testing import CliRunner
 
 from regtopk import kernels
+from regtopk.cli import app
+from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
-from regtopk.kernels import dispatch
+from regtopk.kernels import Damped, dispatch
+from regtopk.kernels.cpu.threads import side_by_side
+from regtopk.kernels.dispatch import kernel_named
 from regtopk.kernels.reference import selection as reference
 
 LARGE = 1 << 16
@@ -146,3 +153,75 @@ def test_calls_from_several_threads_at_once() -> None:
     for caller in callers:
         caller.join()
     assert all(torch.equal(results[n][0], expected[n][0]) for n in range(4))
+
+
+def test_agrees_here() -> None:
+    check = kernels.self_check("cpu", seconds=0.2)
+    assert check.num_cases >= 4 and check.failure is None
+
+
+def test_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = kernel_named("cpu")
+    take_largest_ = cpu.take_largest_
+
+    def one_entry_too_far(residual: Tensor, grad: Tensor, k: int, damped: Damped) -> tuple[Tensor, Tensor]:
+        before = residual.clone()
+        indices, values = take_largest_(residual, grad, k, damped)
+        lost = indices[:, :1]
+        residual.scatter_(-1, lost, (before + grad).gather(-1, lost))
+        indices[:, 0] = (residual != 0).int().argmax(-1)
+        return indices.sort(-1).values, values
+
+    monkeypatch.setattr(cpu, "take_largest_", one_entry_too_far)
+    failure = kernels.self_check("cpu", seconds=0.2).failure
+    assert failure is not None and "J = " in failure and "torch.float32" in failure
+    answer = CliRunner().invoke(app, ["doctor", "--seconds", "0"])
+    assert answer.exit_code == 1 and "DIFFERS from the reference" in answer.stderr
+
+
+def test_doctor_prints_kernel_reason_threads_and_check() -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--seconds", "0"])
+    assert answer.exit_code == 0
+    assert "cpu (CPU): cpu kernels: cpu tensors, numba" in answer.stdout
+    assert f"{counted(torch.get_num_threads(), 'thread')} on " in answer.stdout
+    assert "agrees with the reference" in answer.stdout
+
+
+def test_doctor_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGTOPK_KERNELS", "reference")
+    answer = CliRunner().invoke(app, ["doctor", "--seconds", "0", "--json"])
+    device = json.loads(answer.stdout)["devices"][0]
+    assert device["kernel"] == "reference" and device["reason"] == "REGTOPK_KERNELS=reference"
+    assert device["num_cases"] == 4 and device["failure"] is None  # one a dtype
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_results_in_order() -> None:
+    assert side_by_side(lambda a, b: a * b, [(n, 2) for n in range(50)]) == [2 * n for n in range(50)]
+    assert side_by_side(lambda n: n, []) == []
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_never_more_than_torchs_threads() -> None:
+    running, most = set(), []
+
+    def task(n: int) -> None:
+        running.add(n)
+        most.append(len(running))
+        threading.Event().wait(0.002)
+        running.remove(n)
+
+    side_by_side(task, [(n,) for n in range(30)])
+    assert max(most) <= 3
+
+
+@pytest.mark.parametrize("num_tasks", [1, 30])
+@pytest.mark.usefixtures("three_threads")
+def test_an_error_comes_back(num_tasks: int) -> None:
+    with pytest.raises(ZeroDivisionError):
+        side_by_side(lambda n: 1 // n, [(n,) for n in range(num_tasks)])

@@ -9,7 +9,6 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.kernels import Damped
 from regtopk.kernels.cpu import rows as cpu_rows
-from regtopk.kernels.cuda.programs.words import NUM_CANDIDATES
 from regtopk.kernels.dispatch import Kernel, kernel_named
 from regtopk.kernels.reference import selection as reference
 from tests.kernels import checks
@@ -84,22 +83,6 @@ def test_damped_entries_at_the_boundary(
         check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, damping)
     assert all(candidates_suffice(of_call, numel, k) == [k == 40] for of_call in words)
     assert len(words) == (0 if kernel is cpu else 2)
-
-
-@pytest.mark.parametrize(("num_damped", "factor"), [(20, 1.0), (20, 0.0), (1500, 0.0)])
-def test_the_guess_knows_what_is_damped(
-    kernel: Kernel, numel: int, words: list[Tensor], num_damped: int, factor: float
-) -> None:
-    """Without the largest 20, or without the largest 1,500, there are enough others that reach it."""
-    k = 40
-    torch.manual_seed(1)
-    grad = torch.randn(numel)
-    damped = grad.abs().argsort(descending=True)[:num_damped].sort().values
-    check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, torch.full((num_damped,), factor))
-    for of_call in words:
-        assert k < of_call[0, NUM_CANDIDATES.value] < 1500
-        assert candidates_suffice(of_call, numel, k) == [True]
-    assert len(words) == (0 if kernel is cpu else 1)
 
 
 @pytest.mark.parametrize("density", [1e-3, 0.1, 0.5])

@@ -1,6 +1,7 @@
-"""Sums run from zero in rank order, bit for bit; and a NaN is found where it is."""
+"""Sums run from zero in rank order, and numpy's way with short rows is the reference's: bit for bit."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,11 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.kernels import dispatch
+from regtopk.kernels.cpu import small_rows
+from regtopk.kernels.reference import selection as reference
+from regtopk.kernels.reference.sums import sum_dense_in_rank_order
+from tests.kernels.checks import ADVERSARIAL, check_take_largest_, choose_damped
 
 
 @pytest.fixture(params=[1, 2, 7])
@@ -57,17 +63,19 @@ def test_no_workers_entries_and_no_entries() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(5, 9), (300, 1000), (2, 5, 9)])
+@pytest.mark.parametrize("shape", [(20, 1), (300, 1000), (2, 5, 9), (0, 5, 9)])
 def test_dense_sums_run_in_rank_order(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = (torch.randn(shape, generator=generator) * 100).to(dtype)
+    rows[..., 0] = -0.0  # sums start from zero: 0 + -0 is 0
     sum_dtype = torch.promote_types(dtype, torch.float32)
     weights = torch.rand(shape[-2], generator=generator, dtype=torch.float64).to(sum_dtype)
-    total = kernels.sum_dense_in_rank_order(rows, weights)
+    sums = [sum_(rows, weights) for sum_ in (kernels.sum_dense_in_rank_order, sum_dense_in_rank_order)]
     expected = np.zeros((*shape[:-2], shape[-1]), dtype=weights.numpy().dtype)
     for rank, weight in enumerate(weights.numpy()):
         expected = expected + rows[..., rank, :].to(sum_dtype).numpy() * weight
-    assert total.dtype == sum_dtype and np.array_equal(total.numpy(), expected)
+    for total in sums:
+        assert total.dtype == sum_dtype and total.numpy().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -92,3 +100,57 @@ def test_a_sparse_sum_may_be_written_to_given_zeros() -> None:
     total = kernels.sum_sparse_in_rank_order(indices, values, 1009, out=room)
     assert total is room
     assert torch.equal(total, kernels.sum_sparse_in_rank_order(indices, values, 1009))
+
+
+DTYPES = [torch.float32, torch.float64]
+GRAD_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+check = partial(check_take_largest_, small_rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [(), (1,), (20,), (3, 4)])
+@pytest.mark.parametrize("numel", [1, 2, 63, 100, 1001])
+def test_rows_and_batches(batch: tuple[int, ...], numel: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(numel)
+    for k in {1, max(1, numel // 64), max(1, numel // 2), numel}:
+        damped, damping = choose_damped(numel, k, batch)
+        residual, grad = torch.randn(*batch, numel, dtype=dtype), torch.randn(*batch, numel, dtype=dtype)
+        check(residual, grad, k, damped, damping.to(dtype))
+        check(residual, grad, k)
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.6])
+def test_inputs_chosen_to_hurt(name: str, density: float) -> None:
+    numel = 500
+    torch.manual_seed(0)
+    grad = torch.stack([ADVERSARIAL[name](numel, "cpu"), torch.randn(numel)])  # with ties, and without
+    check(torch.zeros(2, numel), grad, round(density * numel))
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_gradients_of_every_dtype_in_any_layout(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    grad = torch.randn(3, 20, 4, 100).to(dtype)[:, :, 1]
+    check(torch.randn(3, 20, 100), grad, 40)
+    check(torch.randn(3, 20, 100), grad[:1].expand(3, 20, 100), 40)
+
+
+def test_a_nan_score_comes_first_as_in_torch() -> None:
+    residual = torch.randn(2, 50)
+    residual[1, 7] = torch.inf
+    damped, damping = torch.tensor([[3], [7]]), torch.zeros(2, 1)  # inf · 0
+    check(residual, torch.randn(2, 50), 5, damped, damping)
+    assert residual[1, 7] == 0
+
+
+def test_short_rows_on_the_cpu_go_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    short = torch.zeros(3, 100)
+    assert dispatch.kernel_for(short, short.half()) is small_rows
+    for other in (torch.zeros(100, 3).T, short.bfloat16(), short.to("meta")):
+        assert dispatch.kernel_for(other, short) is reference
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.kernel_for(short, short) is reference

@@ -11,7 +11,7 @@ from regtopk import wire
 from regtopk.core.codes import quantise
 from regtopk.core.sparse import SparseGradient
 from tests.wire import slow_decoder
-from tests.wire.strategies import sparse_gradients
+from tests.wire.test_message import sparse_gradients
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
 

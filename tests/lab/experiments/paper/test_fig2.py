@@ -48,12 +48,6 @@ def test_a_batch_of_seeds_is_the_seeds_one_by_one() -> None:
             assert distances[0] != distances[1]
 
 
-def test_full_density_is_dense() -> None:
-    distances = final_distances(Fig2Config(**{**vars(SMALL), "densities": (1.0,)}))
-    for method in METHODS:
-        assert distances[method]["1.0"] == pytest.approx(distances["dense"]["1.0"], rel=1e-9)
-
-
 def test_records_and_progress() -> None:
     fractions: list[float] = []
     records = list(FIG2.run(SMALL, lambda fraction, words="": fractions.append(fraction)))

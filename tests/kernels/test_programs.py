@@ -1,4 +1,4 @@
-"""Programs that code values in 4, 2 and 1 bits agree with the tensor operations to the bit."""
+"""Programs that draw, and that code values in 4, 2 and 1 bits, agree with the tensor operations."""
 
 from importlib import import_module
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from regtopk import kernels
+from regtopk.core import precision
 from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, quantise
+from regtopk.core.random import _NUM_ROUNDS, mix, random_sequence, signed
+from regtopk.kernels.cuda import random as cuda_random
 from regtopk.wire.values import pack_values, unpack_values
 from tests.kernels.checks import rows_to_code
 
@@ -68,10 +70,28 @@ def test_what_is_not_finite_stays(programs: Any, code: str) -> None:
     assert torch.equal(found[others], quantise(values, code)[others])
 
 
-def test_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(300)
-    assert kernels.block_programs(values, "4bit", torch.float32) is None  # on the CPU
-    asked: list[str] = []
-    monkeypatch.setattr(kernels, "block_programs", lambda tensor, code, dtype: asked.append(code))
-    unpack_values(pack_values(quantise(values, "4bit"), "4bit"), torch.tensor(0), 300, "4bit", torch.float32)
-    assert asked == ["4bit"] * 3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("numel", "k", "seed", "step"),
+    [(1, 1, 0, 0), (5, 5, 7, 9), (300, 300, 0, 0), (300, 300, -3, 123_456_789), (2**40 + 1, 100, 7, 9)],
+)
+def test_the_same_entries_in_the_same_order(numel: int, k: int, seed: int, step: int) -> None:
+    bits = max(1, (numel - 1).bit_length())
+    drawn = cuda_random.draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, DEVICE)
+    assert drawn.tolist() == random_sequence(numel, k, seed, step).tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "index"), [((1,), 0), ((4099,), 3), ((2, 1, 1026), [[5]]), ((3, 1023), [[0], [1], [2]])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_rounding(shape: tuple[int, ...], index: int | list[list[int]], dtype: torch.dtype) -> None:
+    vector = torch.randn(shape, dtype=dtype) * torch.logspace(-30, 30, shape[-1], dtype=dtype)
+    workers = torch.tensor(index)
+    for step in (0, 1, 123_456_789):  # states of both signs
+        expected = precision.round_at_random(vector, workers, step)
+        state = signed(mix(precision._SEED, step))
+        rounded = cuda_random.round_at_random(vector.to(DEVICE), workers.to(DEVICE), state)
+        assert rounded.dtype == torch.bfloat16 and torch.equal(rounded.cpu(), expected)

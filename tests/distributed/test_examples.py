@@ -1,6 +1,8 @@
-"""examples/train_gpt.py on two ranks, in processes that are there: by updates, resumed, dense, with Muon."""
+"""The examples of language models on ranks that are there: by updates, resumed, dense, with Muon, sharded."""
 
+import math
 import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,36 @@ def test_it_refuses_a_short_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("too short")
     with pytest.raises(SystemExit, match="the text must have at least 100,000 characters, got 9"):
         runpy.run_path(GPT)["read_text"](tmp_path / "text.txt")
+
+
+UNTRAINED = math.log(256)  # the loss of a model that knows nothing
+SMALL = ("--layers", "1", "--width", "32", "--lr", "0.01", "--steps")
+run_sharded = partial(run_example, "train_fsdp.py", *SMALL)
+
+
+def run_sharded_ways(folder: Path) -> list[str]:
+    file = ["--data", str(folder / "text.txt"), "--density", "0.05", "--checkpoint"]
+    run = [*file, str(folder / "run")]  # one folder for all ways
+    return [
+        run_sharded("2", *run),
+        run_sharded("6", *run, "--resume"),
+        run_sharded("2", *run, "--gradients", "--lr", "1"),
+        run_sharded("4", *run, "--gradients", "--lr", "1", "--resume"),
+        run_sharded("4", *run, "--dense"),
+    ]
+
+
+def test_it_trains_in_each_of_its_ways(four_ranks: Ranks, tmp_path: Path) -> None:
+    write_numbers(tmp_path / "text.txt")
+    printed, *others = four_ranks.run(run_sharded_ways, tmp_path)
+    assert others == [[""] * 5] * 3
+    begun, resumed, _, gradients, dense = printed
+    assert begun.startswith("0 of 2 steps are done\n2 steps: test loss ")
+    assert "topk: after 2 steps, 1 round on 2 workers" in begun
+    assert resumed.startswith("2 of 6 steps are done\n6 steps: ")
+    assert "topk: after 6 steps, 3 rounds on 2 workers" in resumed
+    assert gradients.startswith("2 of 4 steps are done\n4 steps: ")
+    assert "topk: 4 steps on 2 workers" in gradients
+    assert dense.startswith("0 of 4 steps are done\n4 steps: ") and dense.count("\n") == 2
+    losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
+    assert losses[1] < losses[0] < UNTRAINED and max(losses[1:]) < UNTRAINED - 0.3, losses
