@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regtopk.lab.method import Method
 from regtopk.lab.report.figure import STYLE, save_png, to_svg
-from regtopk.lab.report.panels import LABEL_POINTS, line_of, named
+from regtopk.lab.report.panels import LABEL_POINTS, line_of, mark_x, named
 from regtopk.lab.report.style import DASHES, GRID, INK, METHODS, OTHER, SPARE, Style
 from regtopk.lab.runs.reading import read_header, read_records
 from tools.records import Row, received_bytes, rows_in
@@ -186,16 +186,7 @@ def _draw_marks(axes: "Axes", panel: Panel, looks: Mapping[str, tuple[Style, str
     for number, mean in enumerate(panel.dense.values()):
         axes.axhline(mean, color=METHODS["dense"].light, lw=1.6, ls=(0, DASHES[number] or None), zorder=1)
     if panel.ring_bytes:
-        _mark_x(axes, panel.ring_bytes, f"bfloat16 ring\n{format_bytes(panel.ring_bytes, 1)}")
-
-
-def _mark_x(axes: "Axes", at: float, label: str) -> None:
-    """Draw a dashed line up from a place of the x axis, with its name at the upper end."""
-    axes.axvline(at, color=INK[0], lw=1, ls=(0, (4, 3)), zorder=1)
-    axes.annotate(
-        label, (at, 1), (4, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
-        color=INK[0], fontsize=LABEL_POINTS, va="top",
-    )  # fmt: skip
+        mark_x(axes, panel.ring_bytes, f"bfloat16 ring\n{format_bytes(panel.ring_bytes, 1)}")
 
 
 def _line_of(points: Sequence[Point], highest: float) -> list[Point]:

@@ -21,8 +21,8 @@ from regtopk.core.options import check_integer, check_positive
 from regtopk.core.owners import num_owned
 from regtopk.errors import ArgumentError
 
-# Workers: with Muon and as many bytes it is level or a little ahead with 8 (two texts), and far ahead with 32 and
-# 64. 16 is not measured, and nothing is with AdamW alone.
+# Workers: with Muon and as many bytes it is level or a little ahead with 8 (two texts), and far ahead with 32
+# and 64. 16 is not measured, and nothing is with AdamW alone.
 RETURNED_FROM = 17
 
 

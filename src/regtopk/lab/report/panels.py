@@ -6,7 +6,7 @@ from statistics import fmean, median
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from regtopk.lab.report.style import Style, format_number
+from regtopk.lab.report.style import INK, Style, format_number
 from regtopk.lab.runs import Panel, Record
 
 if TYPE_CHECKING:
@@ -117,6 +117,15 @@ def draw_bars(
         label_log_axis(axes.xaxis, *axes.get_xlim())
     elif (low := axes.get_xlim()[0]) > 0:  # small differences look large
         axes.set_xlabel(f"{panel.x_label}\n(the axis begins at {low:.3g})")
+
+
+def mark_x(axes: "Axes", at: float, label: str) -> None:
+    """Draw a dashed line up from a place of the x axis, with its name at the upper end."""
+    axes.axvline(at, color=INK[0], lw=1, ls=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        label, (at, 1), (4, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
+        color=INK[0], fontsize=LABEL_POINTS, va="top",
+    )  # fmt: skip
 
 
 def label_log_axis(axis: "Axis", low: float, high: float) -> None:
