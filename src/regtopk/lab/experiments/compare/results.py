@@ -55,7 +55,18 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         "software": sorted({r["software"] for r in records}),
         "table": [_row(config, result) for result in best_first],
         "notes": _budget_notes(config, results),
+        **({"finding": _finding(config, best_first)} if len({key[0] for key in curves}) > 1 else {}),
     }
+
+
+def _finding(config: CompareConfig, best_first: Sequence[Mapping[str, Any]]) -> str:
+    """Who ends best, and where dense or Top-k does, in a sentence."""
+    best, *others = best_first
+    metric, unit = config.kind.metric.replace("_", " "), " %" if config.kind.metric == "accuracy" else ""
+    said = f"{best['method']} ends best of {len(best_first)}: {metric} {best['mean']:.4g}{unit}, "
+    said += f"the mean of {counted(len(best['final']), 'seed')}."
+    plain = [r for r in others if Method.read(r["method"]).algorithm in BASES]
+    return f"{said} {plain[0]['method']} has {plain[0]['mean']:.4g}{unit}." if plain else said
 
 
 def _budget_notes(config: CompareConfig, results: Sequence[Mapping[str, Any]]) -> list[str]:
