@@ -130,10 +130,11 @@ class Lighthouse:
         """Return when it listens."""
         with self._log.open("a") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        while True:
+        while self._process.poll() is None:
             with suppress(ConnectionRefusedError):
                 return socket.create_connection(("localhost", self._port)).close()
             time.sleep(0.02)
+        raise SystemExit(f"the lighthouse ended: {self._log.read_text()}")
 
     def kill(self) -> None:
         self._process.kill()

@@ -193,7 +193,7 @@ def _fail_to_meet_once(pipe: Connection) -> None:
     def fail(_: QuorumRounds) -> bool:
         meeting.stop()
         pipe.send("has not met")
-        raise RuntimeError("this meeting fails")
+        raise TimeoutError("this meeting fails")  # as a collective may: there is a quorum
 
     meeting = patch.object(QuorumRounds, "_compare", fail)
     meeting.start()

@@ -134,7 +134,8 @@ def _measured(device: str, path: Path) -> Calibration:
     """This machine's costs, which are kept in a file."""
     check_device("device", device)
     typer.echo(f"regtopk: measuring what work costs on this machine, for about a minute ({path})", err=True)
-    if (load := os.getloadavg()[0]) > BUSY * (os.cpu_count() or 1):
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    if load > BUSY * (os.cpu_count() or 1):
         typer.echo(
             f"regtopk: the machine is busy (load {load:.1f}), so costs are too high: --recalibrate later",
             err=True,

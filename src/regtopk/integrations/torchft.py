@@ -73,10 +73,8 @@ class QuorumRounds(RankRounds):
         while not self._is_committed:
             clock, _ = self.gather(0, self._num_seen)
             rounds.exchange(self._rounds.due(clock)[0])
-            if isinstance(
-                self._problem, RegtopkError | TimeoutError
-            ):  # replicas differ, or there is no quorum
-                raise self._problem
+            if self._problem and (isinstance(self._problem, RegtopkError) or not self._has_quorum):
+                raise self._problem  # replicas differ, or there is no quorum; all else may pass
         self.num_failed = 0
         rounds.begin(self._num_steps, self._turn_at)
 

@@ -213,7 +213,7 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     inner = "[muon, adamw]" if plan.situation.optimizer == "muon" else "optimizer"
     said = [f"Paste, on every rank: {as_code(method, inner)}"] if method not in TORCH else []
     rows = [p for p in plan.best_by_label() if p.relative_steps is not None]
-    fastest = min(rows, key=lambda p: (format_factor(p.time_to_loss), p.method.algorithm != "topk"))
+    fastest = min(rows, key=lambda p: (float(f"{p.time_to_loss:.3g}"), p.method.algorithm != "topk"))
     named = [method]
     if link.bandwidth < FAST and fastest.time_to_loss < plan.best.time_to_loss / EQUAL:
         named.append(fastest.method)
