@@ -121,10 +121,9 @@ def verdict(plan: LinkPlan) -> str:
     else:
         steps, faster = best.relative_steps, format_factor(plan.speedup_to_loss(best))
         fp16 = next(p for p in plan.predictions if p.method == FP16)
-        gain = (
-            f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps, and "
-        )
-        gain += f"{format_factor(fp16.time_to_loss / best.time_to_loss)} times as fast as torch's fp16 hook"
+        over_fp16 = format_factor(fp16.time_to_loss / best.time_to_loss)
+        gain = f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps, "
+        gain += f"and {over_fp16} times as fast as torch's fp16 hook"
         if steps is None:
             gain = f"makes a step {faster} times as fast as dense. How many steps it needs is not recorded"
         pays = "pays" if steps is not None else "may pay"
@@ -223,9 +222,7 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
             "counted to one early loss alone: measure both."
         )
     if plan.situation.optimizer == "sgd":
-        said.append(
-            "With AdamW or Muon ask for --optimizer adamw or muon: sparse gradients learn slowly there."
-        )
+        said.append("With AdamW or Muon give --optimizer: sparse gradients learn slowly there.")
     if any(each.algorithm == "dgc" for each in named):
         said.append(
             "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "

@@ -83,6 +83,7 @@ def test_what_diverged_is_no_base_and_stands_last() -> None:
     assert differences_of(summary)["topk"]["mean"] == pytest.approx(10)
     rows = [(row["measure"], row["diverged"]) for row in summary["table"]]
     assert rows == [("topk", None), (BASE, None), (OTHER_LR, "2 seeds")]
+    assert summary["finding"].startswith("topk ends best of 3: accuracy 50 %, the mean of 2 seeds. ")
 
 
 def test_without_it_the_plain_topk_is_the_base() -> None:

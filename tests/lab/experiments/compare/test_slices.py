@@ -132,7 +132,7 @@ def test_a_seed_that_diverges_is_said_and_leaves_the_others(
     records = run(config, tmp_path / "poisoned")
     assert [r for r in records if r[1] == 1] == [r for r in healthy if r[1] == 1]
     summary = json.loads((tmp_path / "poisoned" / "summary.json").read_text())
-    assert [result["diverged"] for result in summary["results"]] == [[0], [0]]
+    assert [result["diverged"] for result in summary["results"]] == [[0], [0]] and "finding" not in summary
     assert write_report(tmp_path / "poisoned").exists()
 
 

@@ -45,6 +45,7 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
     results = [_result(config, key, curves) for key in curves]
     sign = -1 if config.kind.is_better_higher else 1
     best_first = sorted(results, key=lambda result: (bool(result["diverged"]), sign * result["mean"]))
+    are_ranked = len({key[0] for key in curves}) > 1 and not best_first[0]["diverged"]
     return {
         "task": config.task,
         "better": "higher" if config.kind.is_better_higher else "smaller",
@@ -55,7 +56,7 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         "software": sorted({r["software"] for r in records}),
         "table": [_row(config, result) for result in best_first],
         "notes": _budget_notes(config, results),
-        **({"finding": _finding(config, best_first)} if len({key[0] for key in curves}) > 1 else {}),
+        **({"finding": _finding(config, best_first)} if are_ranked else {}),
     }
 
 
