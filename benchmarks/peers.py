@@ -60,6 +60,10 @@ ROWS = {
         f"topk:value_code=2bit:{OURS}:fragments=every:outer=nesterov:every=8:outer_lr=0.7|0.9|1:"
         "returned=0.15|0.2|0.25:outer_momentum=0.2|0.3|0.4"
     ),
+    "ours in 2 bits with rice": Row(  # whether it is the bit or the index code that gains
+        f"topk:value_code=2bit:index_code=rice:{OURS}:fragments=every:outer=nesterov:every=8:"
+        "outer_lr=0.7|0.9|1:returned=0.2|0.25|0.3:outer_momentum=0.1|0.2|0.3"
+    ),
     "DiLoCo": Row(LOCO.format("8|16|32") + BF16, "0.7, 0.9; every 30 to 500"),
     "MuLoCo": Row(MULOCO.format("8|16|32") + BF16, "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
     "DiLoCo in 4 bits": Row(f"{LOCO.format('32|64')}:value_code=4bit:sum_code=4bit"),
