@@ -134,8 +134,8 @@ def _flag(setting: str) -> str:
 
 def _described(config: type, name: str) -> str:
     """A setting's sentence in the docstring of its class."""
-    pages = [part.__doc__ or "" for part in config.__mro__]
-    pattern = rf"^ {{8}}{name}: (.*(?:\n {{9,}}.*)*)"
+    pages = [inspect.cleandoc(part.__doc__ or "") for part in config.__mro__]  # as Python 3.13 has them
+    pattern = rf"^ {{4}}{name}: (.*(?:\n {{5,}}.*)*)"
     found = next(filter(None, (re.search(pattern, page, re.MULTILINE) for page in pages)))
     sentence = " ".join(found[1].split())
     return sentence[0].upper() + sentence[1:]
