@@ -13,26 +13,36 @@ every round gives the buckets the gradient anew, untimed, and runs what the hook
 
 All take turns, round after round, because times of a shared machine drift. Whole exchanges are timed in
 rounds without a split; what is printed is the median over rounds of each round's ratio to its own add. On a
-GPU these are plain launches, as in training.
+GPU these are plain launches, as in training. Their time is that of the device, by events, without
+collectives. Beside it stands the host's clock, from an idle device to an idle device, collectives included.
 
-    python benchmarks/exchange.py [--device cuda] [--numel J ...] [--density D] [--workers N] [--rounds R]
-                                  [--only WORD ...] [--json] [--out FILE]
+`--ranks N` has N real ranks instead, which share the device: NCCL takes each for a host of its own and talks
+by sockets. What is printed is rank 0's.
+
+    python benchmarks/exchange.py [--device cuda] [--numel J ...] [--density D] [--value-code CODE]
+                                  [--workers N | --ranks N] [--rounds R] [--only WORD ...] [--json]
+                                  [--out FILE]
 """
 
 import argparse
+import json
 import math
 import os
 import platform
 import shlex
 import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 from reporting import give, parser_for
 from torch import Tensor, nn
@@ -55,6 +65,7 @@ DEPTH = 64
 ADD = "add"
 REST = "all else"
 COLLECTIVES = "collectives"
+HOST = "by the host's clock"
 
 
 class Pass(NamedTuple):
@@ -239,11 +250,13 @@ def spread(gradient: Tensor, tensors: list[Tensor]) -> None:
         start += tensor.numel()
 
 
-def exchanges(numel: int, device: torch.device, gradient: Tensor, density: float) -> dict[str, Any]:
+def exchanges(
+    numel: int, device: torch.device, gradient: Tensor, density: float, value_code: str
+) -> dict[str, Any]:
     """By name, what makes each; one at a time, because each holds its own model."""
     table: dict[str, Any] = {}
     for name, kind in (("RegTop-k", regtopk.RegTopK), ("Top-k", regtopk.TopK)):
-        algorithm = kind(density=density)
+        algorithm = kind(density=density, value_code=value_code)
         table[f"{name}, model"] = lambda a=algorithm: with_ours(numel, device, gradient, a)
         table[f"{name}, Exchange"] = lambda a=algorithm: with_exchange(numel, device, gradient, a)
         table[f"{name}, updates"] = lambda a=algorithm: with_updates(numel, device, gradient, a)
@@ -267,12 +280,14 @@ def measure(make: Callable[[], Exchanged], gradient: Tensor, options: argparse.N
             accumulated.add_(gradient)
         is_split = number >= 0 and number % 2 == 0
         counts.clear()
+        begun_s = idle_at(device)
         with split_into([*collectives(), *(table if is_split else [])], timer, counts), timer.phase(REST):
             exchanged.run()
+        host_s = idle_at(device) - begun_s
         if is_split:
             split_counts = dict(counts)
         if number >= 0:
-            (split if is_split else rounds).append(dict(timer.seconds()))
+            (split if is_split else rounds).append({**timer.seconds(), HOST: host_s})
     numel = gradient.numel()
     entries = {each.name: each.bytes_per_entry * numel for each in table}
     found = [
@@ -287,21 +302,34 @@ def measure(make: Callable[[], Exchanged], gradient: Tensor, options: argparse.N
     return {
         "ms": 1e3 * statistics.median(seconds[REST] for seconds in rounds),
         "over_add": statistics.median(seconds[REST] / seconds[ADD] for seconds in rounds),
+        "host_ms": 1e3 * statistics.median(seconds[HOST] for seconds in rounds),
+        "host_over_add": statistics.median(seconds[HOST] / seconds[ADD] for seconds in rounds),
         "passes": found,
     }
 
 
+def idle_at(device: torch.device) -> float:
+    """The host's clock once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @contextmanager
-def group_for(exchange: str, device: torch.device, num_workers: int) -> Iterator[None]:
-    """The fake group of N ranks; for PowerSGD, which it does not answer, a real one of this rank alone."""
-    if "PowerSGD" in exchange:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+def group_for(exchange: str, device: torch.device, options: argparse.Namespace) -> Iterator[None]:
+    """Real ranks, or the fake group; for PowerSGD, which that does not answer, this rank alone."""
+    is_fake = not options.ranks and "PowerSGD" not in exchange
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if options.ranks:
+        store: Any = dist.FileStore(f"{options.folder}/{exchange}", options.ranks)
+        dist.init_process_group(backend, store=store, rank=options.rank, world_size=options.ranks)
+    elif not is_fake:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         store = AllThere()  # kept until the end: torch does not
-        dist.init_process_group("fake", store=store, rank=0, world_size=num_workers)
+        dist.init_process_group("fake", store=store, rank=0, world_size=options.workers)
     try:
-        with patch.object(Collectives, "all_gather", own_by_all):
+        with patch.object(Collectives, "all_gather", own_by_all) if is_fake else nullcontext():
             yield
         dist.barrier()  # gloo's threads let go of the last step: one that ends the group itself aborts
     finally:
@@ -327,15 +355,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         width = round(math.sqrt(numel / DEPTH))
         J = DEPTH * (width * width + width)
         gradient = torch.randn(J, generator=torch.Generator(device).manual_seed(0), device=device)
-        for name, make in exchanges(J, device, gradient, options.density).items():
+        for name, make in exchanges(J, device, gradient, options.density, options.value_code).items():
             if options.only and not any(word in name for word in options.only):
                 continue
-            with group_for(name, device, options.workers):
+            with group_for(f"{name} {numel}", device, options):
                 results.append({"exchange": name, "numel": J, **measure(make, gradient, options)})
     is_cuda = device.type == "cuda"
     return {
         "command": f"benchmarks/exchange.py --device {options.device} --numel "
-        f"{' '.join(map(str, options.numel))} --density {options.density} --workers {options.workers} "
+        f"{' '.join(map(str, options.numel))} --density {options.density} --value-code {options.value_code} "
+        f"{f'--ranks {options.ranks}' if options.ranks else f'--workers {options.workers}'} "
         f"--rounds {options.rounds}" + (f" --only {shlex.join(options.only)}" if options.only else ""),
         "device": torch.cuda.get_device_name() if is_cuda else f"CPU, {torch.get_num_threads()} threads",
         "num_cpus": os.cpu_count(),
@@ -346,11 +375,29 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def run_by_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 of real ranks found."""
+    with tempfile.TemporaryDirectory() as options.folder:
+        mp.spawn(run_rank, (options,), nprocs=options.ranks)
+        found: dict[str, Any] = json.loads(Path(options.folder, "report.json").read_text())
+        return found
+
+
+def run_rank(rank: int, options: argparse.Namespace) -> None:
+    """One of them: a host of its own to NCCL, which refuses a GPU that two ranks of one host share."""
+    os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    options.rank = rank
+    report = run(options)
+    if rank == 0:
+        Path(options.folder, "report.json").write_text(json.dumps(report))
+
+
 def show(report: dict[str, Any]) -> None:
     print(f"{report['device']}, {report['machine']}, torch {report['torch']}: {report['command']}")
     for row in report["results"]:
         took = f"{row['ms']:.1f} ms, {row['over_add']:.2f} times the add"
-        print(f"\n{row['exchange']}, J = {row['numel']:,}: {took}")
+        whole = f"{HOST} {row['host_ms']:.1f} ms, {row['host_over_add']:.2f} times"
+        print(f"\n{row['exchange']}, J = {row['numel']:,}: {took}; {whole}")
         for each in row["passes"]:
             moved = f"{each['bytes'] / 1e6:8.0f} MB" if each["bytes"] else "           "
             print(f"  {each['pass']:<24} {each['calls']:4} x {moved} {each['ms']:9.2f} ms")
@@ -361,11 +408,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--numel", type=int, nargs="+", default=[11_173_962, 124_000_000])
     parser.add_argument("--density", type=float, default=0.001)
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--value-code", default="float32")
+    parser.add_argument("--workers", type=int, default=4, help="of the fake group")
+    parser.add_argument("--ranks", type=int, default=0, help="so many real ones, which share the device")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", help="words: exchanges whose name has one of them")
     options = parser.parse_args()
-    give(run(options), options, show)
+    give(run_by_ranks(options) if options.ranks else run(options), options, show)
 
 
 if __name__ == "__main__":
