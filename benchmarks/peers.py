@@ -105,6 +105,7 @@ ADVISED = {  # by docs/which-method.md: the learning rate alone is searched
     ),
 }
 BODIES = ("dense AdamW", "dense Muon", "DiLoCo", "MuLoCo", "ours with returned")
+LARGE = ("dense AdamW", "dense Muon", "ours with returned", "streaming MuLoCo in 2 bits")
 
 
 class Table(NamedTuple):
@@ -117,6 +118,8 @@ class Table(NamedTuple):
     lr_shares: tuple[float, ...] = ()
     instead: Mapping[str, Mapping[str, float | str]] = {}  # of what was picked there, by row
     seeds: str = "1-3"
+    search_runs: int = SEARCH_RUNS  # at most, of every row
+    dense_is_alike: bool = False  # one global batch: dense rows keep the lr that was picked for enwik8-8
 
 
 NEAR = tuple(name for name in ROWS if name.startswith(("dense", "ours")) or "MuLoCo" in name)
@@ -126,9 +129,12 @@ FEW = {"ours": {}, "ours with returned": {"returned": 0.03}, "SparseLoCo": {}} |
 }
 # the mean of more workers is less noisy, and smaller: the outer step may be longer
 OUTER = {"outer_lr": "0.7|0.9|1.2"}
-MANY = {"dense AdamW": {}, "dense Muon": {}, "SparseLoCo": {"every": "4|8|16", "decay": "0.9|0.95|1"}} | {
+MANY = {
+    "dense AdamW": {},
+    "dense Muon": {},
     "ours with returned": OUTER | {"outer_momentum": "0.2|0.4|0.6"},
-    **{name: OUTER | {"outer_momentum": "0.4|0.6|0.8"} for name in ROWS if name.endswith("MuLoCo in 2 bits")},
+    "streaming MuLoCo in 2 bits": OUTER | {"outer_momentum": "0.4|0.6|0.8"},
+    "SparseLoCo": {"every": "4|8|16", "decay": "0.9|0.95|1"},
 }
 SIZES = ("dense AdamW", "dense Muon", "ours with returned", *ADVISED)
 SHARES = (0.5, 1, 2, 4, 8)  # of a learning rate: small networks take longer steps
@@ -139,18 +145,25 @@ TABLES = {
     "enwik8-8-few": Table(42_000, "--tokens bytes", tuple(FEW), (0.5, 1), FEW),
     "enwik8-8-sorted": Table(168_000, "--tokens bytes --split sorted", lr_shares=(1,)),
     "enwik8-32": Table(
-        186_000, "--tokens bytes --workers 32 --set batch_size=4", tuple(MANY), (0.5, 1, 2), MANY
+        186_000,
+        "--tokens bytes --workers 32 --set batch_size=4",
+        tuple(MANY),
+        (0.5, 1, 2),
+        MANY,
+        search_runs=5,
+        dense_is_alike=True,
     ),
     "enwik8-8-advised": Table(168_000, "--tokens bytes", tuple(ADVISED)),
     "enwik8-8-2x64": Table(4_300, "--tokens bytes --set num_layers=2 --set width=64", SIZES, SHARES),
     "enwik8-8-4x128": Table(29_400, "--tokens bytes --set num_layers=4 --set width=128", SIZES, SHARES),
-    "gpt2-12x768": Table(4_330_000, GPT2, BODIES, lr_shares=(0.25, 0.5, 1)),
+    "gpt2-12x768": Table(4_330_000, GPT2, LARGE, lr_shares=(0.25, 0.5, 1)),
     "muloco-16": Table(
         180_000,
         "--tokens bytes --workers 16 --set batch_size=8 --steps 1560",
         BODIES,
         (0.5, 1, 2),
         ROUNDS_OF_30,
+        dense_is_alike=True,
     ),
 }
 
@@ -164,7 +177,8 @@ def words_for(table: Table, name: str, folder: Path = PICKED) -> str:
     if not found:
         raise SystemExit(f"rows of this table must be recorded in {folder} first, got {name}")
     picked = found[-1] | table.instead.get(name, {})
-    lrs = [f"{share * float(picked['lr']):g}" for share in table.lr_shares]
+    is_alike = table.dense_is_alike and name.startswith("dense")
+    lrs = [f"{share * float(picked['lr']):g}" for share in ((1,) if is_alike else table.lr_shares)]
     algorithm, *options = words.split(":")
     kept = dict(option.split("=") for option in options) | picked | {"lr": "|".join(lrs)}
     return ":".join([algorithm, *(f"{key}={value}" for key, value in kept.items())])
@@ -173,7 +187,7 @@ def words_for(table: Table, name: str, folder: Path = PICKED) -> str:
 def command_of(table: Table, names: Sequence[str], more: Sequence[str]) -> list[str]:
     """The comparison that runs some rows of a table."""
     rows = ",".join(words_for(table, name) for name in names)
-    fixed = f"--data enwik8 --seeds {table.seeds} --lr {LR} --search-runs {SEARCH_RUNS} --resume"
+    fixed = f"--data enwik8 --seeds {table.seeds} --lr {LR} --search-runs {table.search_runs} --resume"
     fixed += f" --set num_evaluations={NUM_EVALUATIONS} --set precision=bfloat16"
     fixed += f" --received-bytes-per-step {table.received_bytes} {table.options}"
     return ["compare", "gpt", *fixed.split(), "--algorithms", rows, *more]

@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from regtopk import kernels
 from regtopk.core.worker import Layout
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration
 NUM_ITERATIONS = 5
 EPS = 1e-7
+MOST_SHAPES = 64  # of batches of matrices that code is compiled for: by layer, workers and seeds
 # updates as large as AdamW's, so that its learning rates fit; whoever uses it lets matrices decay
 TorchMuon = partial(
     torch.optim.Muon,
@@ -69,11 +69,7 @@ class FlatMuon(Optimizer):
                 is_rest[layer.start : layer.start + layer.numel] = False
         for shape in self._starts:
             self.state[models][_key(shape)] = torch.zeros_like(self._matrices(models, shape))
-        # what is orthogonalised, at addresses that stay: on a GPU the iteration is then one launch
-        self._directions = {
-            shape: torch.empty_like(self.state[models][_key(shape)], dtype=torch.bfloat16)
-            for shape in self._starts
-        }
+        self._directions_of = _compiled() if models.is_cuda else directions_of
         self._rest_at = is_rest.nonzero().flatten().to(models.device)
         self._rest = models[..., self._rest_at]  # a copy, which the other optimizer steps
         self._rest_optimizer = make_rest([self._rest], lr=lr)
@@ -83,12 +79,10 @@ class FlatMuon(Optimizer):
         """Take a step by the gradients that the models hold."""
         models, grads, lr = self._models, self._models.grad, self.param_groups[0]["lr"]
         assert grads is not None
-        for shape, direction in self._directions.items():
-            grad = self._matrices(grads, shape)
-            momentum = self.state[models][_key(shape)].lerp_(grad, 1 - self._momentum)
-            direction.copy_(grad.lerp(momentum, self._momentum))
-            kernels.repeat(orthogonalise_, (), (direction,))
-            self._matrices(models, shape).add_(direction, alpha=-lr * (0.2 * math.sqrt(max(shape))))
+        for shape in self._starts:
+            momenta = self.state[models][_key(shape)]
+            directions = self._directions_of(self._matrices(grads, shape), momenta, self._momentum)
+            self._matrices(models, shape).add_(directions, alpha=-lr * (0.2 * math.sqrt(max(shape))))
         self._rest.copy_(models[..., self._rest_at])
         self._rest.grad = grads[..., self._rest_at]
         self._rest_optimizer.param_groups[0]["lr"] = lr
@@ -122,8 +116,21 @@ def _key(shape: tuple[int, ...]) -> str:
     return "momenta {} x {}".format(*shape)
 
 
-def orthogonalise_(matrices: Tensor) -> tuple[()]:
-    """Make each of (..., m, n), in bfloat16, what torch.optim.Muon makes of it: U S V^T with S near 1.
+def directions_of(grads: Tensor, momenta: Tensor, momentum: float) -> Tensor:
+    """Move the momenta on, and orthogonalise where they lead to: matrices (..., m, n) in bfloat16."""
+    momenta.lerp_(grads, 1 - momentum)
+    return orthogonalised(grads.lerp(momenta, momentum).bfloat16())
+
+
+@cache
+def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
+    """On a GPU its passes over memory are fused, for each shape of its own."""
+    torch._dynamo.config.recompile_limit = MOST_SHAPES
+    return torch.compile(directions_of, dynamic=False)
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """What torch.optim.Muon makes of each of (..., m, n), in bfloat16: U S V^T with S near 1.
 
     All are one batch of the Newton-Schulz iteration. The bits are torch.optim.Muon's on x86 CPUs and on those
     without bfloat16. Elsewhere products of a batch may add in another order.
@@ -139,10 +146,8 @@ def orthogonalise_(matrices: Tensor) -> tuple[()]:
     x = matrices.flatten(0, -3)
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS))
-    x = x.to(dtype)
+    x = (x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)).to(dtype)
     for _ in range(NUM_ITERATIONS):
         gram = rounded(x @ x.mT)
         x = rounded(torch.baddbmm(x, rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
-    matrices.copy_((x.mT if is_tall else x).view(matrices.shape))
-    return ()
+    return (x.mT if is_tall else x).view(matrices.shape)
