@@ -33,7 +33,6 @@ MULOCO = (
     "outer_lr=0.5|0.7|0.9|1:outer_momentum=0|0.6|0.8"
 )
 OURS = f"{UPDATES}:optimizer=muon"
-RANKS = "optimizer=adamw|muon:weight_decay=0|0.1"
 LMO = "ef21:value_code=4bit:eta=0.05|0.1|0.3:optimizer=lmo:weight_decay=0|0.1"
 DEMO_LR = "lr=0.00025|0.0005|0.001|0.002|0.004"
 
@@ -59,10 +58,6 @@ ROWS = {
     "ours with returned in 2 bits": Row(
         f"topk:value_code=2bit:{OURS}:fragments=every:outer=nesterov:every=8:outer_lr=0.7|0.9|1:"
         "returned=0.15|0.2|0.25:outer_momentum=0.2|0.3|0.4"
-    ),
-    "ours in 2 bits with rice": Row(  # whether it is the bit or the index code that gains
-        f"topk:value_code=2bit:index_code=rice:{OURS}:fragments=every:outer=nesterov:every=8:"
-        "outer_lr=0.7|0.9|1:returned=0.2|0.25|0.3:outer_momentum=0.1|0.2|0.3"
     ),
     "DiLoCo": Row(LOCO.format("8|16|32") + BF16, "0.7, 0.9; every 30 to 500"),
     "MuLoCo": Row(MULOCO.format("8|16|32") + BF16, "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
@@ -94,7 +89,7 @@ ROWS = {
     ),
     "EF21-Muon": Row(LMO, "equations without weight decay"),
     "EF21-Muon both ways": Row(f"{LMO}:returned=0.0025|0.005|0.01", "another way back"),
-    **{f"PowerSGD of rank {r}": Row(f"powersgd:rank={r}:value_code=bfloat16:{RANKS}") for r in (1, 4)},
+    "PowerSGD of rank 1": Row("powersgd:rank=1:value_code=bfloat16:optimizer=adamw|muon:weight_decay=0|0.1"),
 }  # fmt: skip
 ADVISED = {  # by docs/which-method.md: the learning rate alone is searched
     "advised with Muon": Row(

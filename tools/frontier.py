@@ -42,6 +42,8 @@ PLACES = [  # of a label around its mark, in points
     *((x, y) for y in (16, -16, 28, -28, 40, -40) for x in (0, 10, -10)),
 ]
 
+BESIDE = [(4, 9), (4, -9), (170, 9), (170, -9)]  # dense's line, from its left end
+
 
 class Point(NamedTuple):
     """A method: its bytes; mean, lowest and highest loss of its seeds."""
@@ -207,7 +209,7 @@ def _draw_labels(axes: "Axes", panel: Panel, looks: Mapping[str, tuple[Style, st
     taken = [box for ends in drawn for box in _boxes_along(axes, *ends)]
     grey = METHODS["dense"].light
     for name, mean in panel.dense.items():
-        _place(axes, taken, f"dense, {name} {mean:.3f}", (left, mean), grey, [(4, 9), (4, -9)])
+        _place(axes, taken, f"dense, {name} {mean:.3f}", (left, mean), grey, BESIDE)
     for kind, points in panel.kinds.items():
         style, best = looks[kind][0], min(points, key=lambda point: point.mean)
         if not style.is_grey:

@@ -50,7 +50,8 @@ def table_of(name: str, num_rows: int) -> str:
 
 def losses_table(name: str, num_rows: int) -> str:
     """One row per method of a text, best first: what was picked, bytes received, and the loss."""
-    names = {row.words: called for called, row in peers.ROWS.items()}
+    table = peers.TABLES.get(name, peers.TABLES["enwik8-8"])
+    names = {peers.words_for(table, called): called for called in table.rows}
     headings = [
         "row",
         "picked",
@@ -66,7 +67,7 @@ def losses_table(name: str, num_rows: int) -> str:
         edge = f"; at the edge: {row[EDGE]}" if row[EDGE] else ""
         cells = (
             called,
-            f"{row['picked']} ({row['search runs']} runs{edge})",
+            f"{row['picked']} ({row['search runs']} runs{edge})" if row["picked"] else "not searched",
             f"{row['received per step']:,.0f}",
         )
         lines.append(line_of([*cells, f"{less:.3g}", f"{row['bits per byte']:.3f}", loss]))

@@ -4,6 +4,7 @@ A (method, seed) that is finished there is never run again. One that was interru
 checkpoint.
 """
 
+import gc
 import os
 import platform
 import time
@@ -175,6 +176,7 @@ def _train(
     config: CompareConfig, task: Task, run: MethodAt, checkpoint: Checkpoint | None = None
 ) -> Iterator[Record]:
     """Train one method's seeds to the end, from where their checkpoint stands."""
+    gc.collect()  # the last training's engine refers to itself, and its graph holds a GPU's memory
     lr = run.method.lr or config.lr[0]
     trainer = Trainer(task, config.build(run), run.method, lr=lr, num_steps=config.stops[-1])
     start = time.perf_counter()
