@@ -109,9 +109,10 @@ class Gpt(DeepTask):
         window = config.context + 1
         path = Path(config.data) if config.data else None
         examples = of_text(load_text(path, tokens=config.tokens, window=window), config.device, window)
-        names = ("test", "test_targets", "validation", "validation_targets")
-        parts = {name: getattr(examples, name) for name in names}
-        thinned: dict[str, Any] = {name: _thinned(part) for name, part in parts.items() if part is not None}
+        thinned: dict[str, Any] = {}
+        for name in ("test", "test_targets", "validation", "validation_targets"):
+            if (part := getattr(examples, name)) is not None:  # at most MOST_TESTED windows, evenly spread
+                thinned[name] = part[:: -(-len(part) // MOST_TESTED)].contiguous()
         return examples._replace(**thinned)
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
@@ -127,11 +128,6 @@ class Gpt(DeepTask):
         """With GPT-2's initialisation."""
         num_heads = max(1, config.width // HEAD)
         return GPT(examples.num_classes, config.context, config.width, config.num_layers, num_heads)
-
-
-def _thinned(part: Tensor) -> Tensor:
-    """At most `MOST_TESTED` windows, evenly spread."""
-    return part[:: -(-len(part) // MOST_TESTED)].contiguous()
 
 
 class ImageNetwork(DeepTask):
