@@ -87,12 +87,6 @@ class Gpt(DeepTask):
         num_layers=6, width=256, context=128,
     )  # fmt: skip
 
-    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
-        super().__init__(config, seeds, examples)
-        self._bytes_per_target: float | None = None  # in the test
-        if examples.token_bytes is not None:
-            self._bytes_per_target = float(examples.token_bytes[examples.test_targets].double().mean())
-
     @classmethod
     def check(cls, config: TaskSettings) -> None:
         """Refuse tokens that are not there, and sizes that make no network."""
@@ -118,9 +112,10 @@ class Gpt(DeepTask):
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The test loss, also in bits per byte where bytes are counted, and what is guessed right."""
         qualities = super().evaluate(models)
-        if self._bytes_per_target is not None:
+        if (token_bytes := self.examples.token_bytes) is not None:
+            bytes_per_target = float(token_bytes[self.examples.test_targets].double().mean())
             for quality in qualities:
-                quality["bits_per_byte"] = quality["test_loss"] / self._bytes_per_target / math.log(2)
+                quality["bits_per_byte"] = quality["test_loss"] / bytes_per_target / math.log(2)
         return qualities
 
     @classmethod
