@@ -173,12 +173,8 @@ def _describe_type(device: str) -> KernelChoice:
 @cache
 def _notice(reason: str) -> None:
     """Log once why the slow path is taken: a warning on rank 0, and for debugging on the other ranks."""
-    level = logging.WARNING if _rank() == 0 else logging.DEBUG
-    _log.log(level, "regtopk selects with plain torch operations, which is slower: %s", reason)
-
-
-def _rank() -> int:
-    """This process's rank, as far as torch or its launcher tell; else 0."""
+    rank = int(os.environ.get("RANK", "0"))  # as the launcher tells it
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
+        rank = torch.distributed.get_rank()
+    level = logging.WARNING if rank == 0 else logging.DEBUG
+    _log.log(level, "regtopk selects with plain torch operations, which is slower: %s", reason)
