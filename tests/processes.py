@@ -1,5 +1,6 @@
-"""Processes that tests start, and that end with them: a test that fails leaves none behind for the next."""
+"""What tests ask of the machine: processes that end with the test, a port, and a disk that is full."""
 
+import resource
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -27,3 +28,14 @@ def free_port() -> int:
         listener.bind(("localhost", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """What a full disk does: a write fails in the middle."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

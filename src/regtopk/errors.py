@@ -1,5 +1,8 @@
 """What can go wrong. A message names the argument, the rule and the value; nothing has changed by then."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RegtopkError(Exception):
     """Root of every error this package raises on purpose."""
@@ -39,3 +42,12 @@ class RunExistsError(OutputError):
 
 class MissingExtraError(RegtopkError, ImportError):
     """An optional dependency is not installed; the message says which extra brings it."""
+
+
+@contextmanager
+def importing(advice: str) -> Iterator[None]:
+    """Import optional dependencies inside; where one is missing, a `MissingExtraError` gives the advice."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(advice) from error

@@ -11,9 +11,8 @@ from regtopk.core import VALUE_CODES, Algorithm, Layout, Promise, is_lossless
 from regtopk.simulate import Cluster
 
 N, J, K = 4, 150, 7  # J is more than one block of a code
-LAYOUT = Layout.of_shapes(
-    [("conv", (5, 4, 5), "conv"), ("linear", (4, 10), "linear"), ("bias", (10,), "bias")]
-)
+SHAPES = [("conv", (5, 4, 5), "conv"), ("linear", (4, 10), "linear"), ("bias", (10,), "bias")]
+LAYOUT = Layout.of_shapes(SHAPES)
 WEIGHTS = [0.4, 0.3, 0.2, 0.1]
 CODES = list(VALUE_CODES)
 CODES_OF_EACH_KIND = ["float32", "float16", "4bit", "2bit", "sign"]  # exact, rounded, in blocks

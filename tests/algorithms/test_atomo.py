@@ -97,8 +97,6 @@ def test_entries_of_vectors_are_drawn_one_by_one() -> None:
 
 def test_replicas_are_refused() -> None:
     cluster = Cluster(AtomoSVD(k=1), num_workers=2, layout=SQUARE)
-    with pytest.raises(
-        GradientError, match=r"shape \(N, J\): 'atomo-svd' does not run replicas, got \(3, 2, 4\)"
-    ):
+    with pytest.raises(GradientError, match=r"'atomo-svd' does not run replicas, got \(3, 2, 4\)$"):
         cluster.step(torch.ones(3, 2, 4))
     cluster.step(torch.ones(2, 4))  # the refused step has fixed nothing

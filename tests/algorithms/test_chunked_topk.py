@@ -59,9 +59,8 @@ def test_the_compressor_of_cocktail_sgd_by_hand() -> None:
     What was not sent, and what the code lost of it, is carried.
     """
     numel, num_workers = 1000, 3
-    cluster = Cluster(
-        RandomCandidates(density=0.02, factor=5, value_code="4bit", seed=6), num_workers=num_workers
-    )
+    algorithm = RandomCandidates(density=0.02, factor=5, value_code="4bit", seed=6)
+    cluster = Cluster(algorithm, num_workers=num_workers)
     residual = torch.zeros(num_workers, numel)
     for step, grads in enumerate(random_grads(10, num_workers, numel)):
         accumulated = residual + grads

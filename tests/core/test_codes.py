@@ -155,8 +155,6 @@ def test_saturation() -> None:
 
 
 def test_unknown_codes_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"value_code must be one of float32, .* got 'none'"):
-        TopK(k=1, value_code="none")  # not for users
     with pytest.raises(ArgumentError, match=r"got '8bit' \(did you mean 'int8'\?\)$"):  # '4bit' is nearer
         TopK(k=1, value_code="8bit")
     with pytest.raises(ArgumentError, match=r"index_code must be one of elias-fano, .* got 'bitmap'"):

@@ -49,6 +49,7 @@ def test_the_error_is_that_of_the_rounded_parameters(dtype: torch.dtype, lr: flo
 
 W = torch.ones(2)
 PLACE = "the shape, dtype and device of before"
+SAME = "before and after must hold the same parameters, at least one"
 
 
 @pytest.mark.parametrize("lr", [0.0, -0.1, math.inf, math.nan, "0.1"])
@@ -64,12 +65,8 @@ def test_a_learning_rate_must_be_positive(lr: Any) -> None:
         ([W], [W.double()], f"after must have {PLACE}, (2,) torch.float32 cpu, got (2,) torch.float64 cpu"),
         (W.long(), W.long(), "before must hold floating point tensors, got torch.int64"),
         (W, W, "before must be a copy made before the step, got the same memory as after"),
-        ([], [], "before and after must hold the same parameters, at least one, got 0 before and 0 after"),
-        (
-            [W, W],
-            [W],
-            "before and after must hold the same parameters, at least one, got 2 before and 1 after",
-        ),
+        ([], [], f"{SAME}, got 0 before and 0 after"),
+        ([W, W], [W], f"{SAME}, got 2 before and 1 after"),
     ],
 )
 def test_parameters_that_do_not_fit_are_refused(before: Any, after: Any, message: str) -> None:

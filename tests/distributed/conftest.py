@@ -10,22 +10,19 @@ from tests.distributed.ranks import Ranks
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two gloo processes."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture
 def new_ranks() -> Iterator[Ranks]:
     """Two processes that nothing has run in."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     """Four gloo processes."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+    with Ranks(4) as ranks:
+        yield ranks

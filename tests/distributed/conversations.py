@@ -35,7 +35,8 @@ class Threshold(WithResidual):
     threshold: float
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        taken = kernels.take_above_(state.residual, grad, self.threshold, worker.numel)
+        kernel = kernels.kernel_for(state.residual, grad)
+        taken = kernel.take_above_(state.residual, grad, self.threshold, worker.numel)
         room = int(taken.count.max())
         indices, values = taken.indices[..., :room], taken.values[..., :room]
         sparse = SparseGradient(indices, values, worker.numel, taken.count)

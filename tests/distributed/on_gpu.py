@@ -279,9 +279,9 @@ def saved_and_resumed(backend: str, device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = []
         for num_ranks in (2, 2, 4, 2):
-            with started(num_ranks, backend) as ranks:
+            with Ranks(num_ranks, TIMEOUT_S, backend) as ranks:
                 found.append(ranks.run(train_and_save, device, 5, Path(folder))[0])
-    with started(2, backend) as ranks:
+    with Ranks(2, TIMEOUT_S, backend) as ranks:
         assert torch.equal(found[1], ranks.run(train_and_save, device, 10, None)[0])
 
 
@@ -292,7 +292,7 @@ def train_for_long(device: str) -> None:
 
 def a_killed_rank(backend: str, device: str) -> None:
     """The others end with a message, within the group's timeout and some seconds."""
-    with started(2, backend) as ranks:
+    with Ranks(2, TIMEOUT_S, backend) as ranks:
         running = ranks.start(train_for_long, device)
         time.sleep(15)  # programs compile first
         ranks.kill(1)
@@ -324,15 +324,6 @@ def guides_of_trainers(backend: str, device: str) -> None:
 ALONE = (saved_and_resumed, a_killed_rank, guides_of_trainers)
 
 
-@contextmanager
-def started(num_ranks: int, backend: str) -> Iterator[Ranks]:
-    ranks = Ranks(num_ranks, TIMEOUT_S, backend)
-    try:
-        yield ranks
-    finally:
-        ranks.stop()
-
-
 def passes(name: str, check: Callable[[], Any]) -> bool:
     began, error = time.monotonic(), None
     try:
@@ -351,7 +342,7 @@ def run_checks(device: str, only: list[str], sizes: tuple[int, ...] = (2, 4)) ->
     wanted = [check for check in CHECKS if not only or check.__name__ in only]
     results = []
     for num_ranks in sizes:
-        with started(num_ranks, backend) as ranks:
+        with Ranks(num_ranks, TIMEOUT_S, backend) as ranks:
             for check in wanted:
                 name = f"{check.__name__} on {num_ranks} {backend} ranks"
                 results.append(passes(name, partial(ranks.run, check, device)))

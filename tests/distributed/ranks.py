@@ -51,6 +51,12 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._store = ""
 
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
         """function(*args) on every rank; the results in rank order, or the first rank's failure."""
         return self.wait_for(self.start(function, *args), timeout_s=timeout_s)

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import regtopk
-from tests.distributed.training import Net, make_net
+from tests.distributed.training import Net, make_net, whole
 
 UNITS = ("first", "extra", "middle", "<root>")  # the last layer, of 3 x 20, is the root's own
 GRIDS = [(2, 2), (4, 1)]
@@ -65,18 +64,7 @@ def used_twice(mesh: DeviceMesh) -> Any:
     return fully_shard(net, mesh=mesh)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All parts of a tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def whole_parameters(model: nn.Module) -> Tensor:
     """All parameters as one vector, the parts of other ranks too."""
     model.reshard()  # type: ignore[operator]
     return torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
-
-
-def whole_gradients(model: nn.Module) -> Tensor:
-    """All gradients as one vector; zero where there is none."""
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return torch.cat([whole(grad.detach()).flatten() for grad in grads])

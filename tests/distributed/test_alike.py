@@ -122,7 +122,7 @@ def make_late_step(
         grads["b"][7] = torch.nan
     flats = list(grads.values())
     with steps.step((flats, torch.cat(flats).isfinite().all()), may_go_on=True) as step:
-        is_late = step.is_spoilt is not None
+        is_late = step.agreement.is_spoilt is not None
         step.exchange(into(grads))
     return flats, is_late
 

@@ -66,7 +66,8 @@ EMBEDDINGS = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
 PARTLY_META = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 META = "must be on the device that trains it, got 'meta': call to_empty() and give it values first"
 NARROW = torch.zeros(3).to(torch.float8_e4m3fn)
-NO_DDP = "ClusterError: model must be a DistributedDataParallel, got"
+DDP, DENSE = "DistributedDataParallel", "sparse=False"
+NO_DDP = f"ClusterError: model must be a {DDP}, got"
 FIRST = "wrap it first, or use regtopk.Exchange; or shard it by fully_shard (FSDP2)"
 NO_GRADIENT = "at least one that requires a gradient, got none"
 UNSHARDED, FSDP = "ClusterError: the model must not be sharded by FSDP, got", "regtopk.attach for fully_shard"
@@ -80,16 +81,8 @@ MODELS: list[tuple[str, Callable[[], Any], str]] = [
     ("Exchange", sharded, f"{UNSHARDED} FullyShardedDataParallel: use {FSDP} (FSDP2)"),
     ("Exchange", sharded_in_place, f"{UNSHARDED} FSDPLinear: use {FSDP} (FSDP2)"),
     ("Exchange", on_a_mesh, f"{P} be a plain tensor, got a DTensor: {ALL}"),
-    (
-        "Exchange",
-        lambda: EMBEDDINGS,
-        f"{C} module '1' must have sparse=False, got Embedding with sparse=True",
-    ),
-    (
-        "Exchange",
-        training.ddp,
-        f"{C} module must not be in DistributedDataParallel: use regtopk.attach for that",
-    ),
+    ("Exchange", lambda: EMBEDDINGS, f"{C} module '1' must have {DENSE}, got Embedding with sparse=True"),
+    ("Exchange", training.ddp, f"{C} module must not be in {DDP}: use regtopk.attach for that"),
     ("Exchange", lambda: parameter(torch.zeros(3) + 0j), f"{P} be real, got torch.complex64"),
     ("Exchange", lambda: parameter(NARROW), f"{P} have a dtype of 16 bits or more, got {NARROW.dtype}"),
     ("Exchange", lambda: training.make_net().requires_grad_(False), f"{GIVEN} hold {NO_GRADIENT}"),

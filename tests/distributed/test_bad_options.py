@@ -19,6 +19,8 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
+CALLS: list[Callable[..., Any]]
+CALLS = [regtopk.attach, regtopk.SparseHookState, regtopk.Exchange, regtopk.UpdateExchange]
 WEIGHT = "weight must be a number >= 0 on every rank and positive on one, or None on all, got "
 OWN_GROUP = "process_group must be None for a model in DistributedDataParallel, which has its own, got 'all'"
 RECIPE, HINT = regtopk.recipes.transformer(2), ": give UpdateExchange recipe.algorithm, **recipe.options"
@@ -91,7 +93,7 @@ def test_weights_are_shares_of_their_sum() -> None:
 
 
 @pytest.mark.parametrize(("option", "hint"), [("wieght", " (did you mean 'weight'?)"), ("quorum", "")])
-@pytest.mark.parametrize("call", [regtopk.attach, regtopk.SparseHookState, regtopk.Exchange])
+@pytest.mark.parametrize("call", CALLS)
 def test_an_option_that_does_not_exist(call: Callable[..., Any], option: str, hint: str) -> None:
     """The error names the nearest option, and none if none is near."""
     with pytest.raises(TypeError) as refused:
@@ -111,8 +113,7 @@ def wrong_calls(model: DistributedDataParallel, optimizer: torch.optim.Optimizer
 def test_options_have_one_list_and_one_set_of_defaults() -> None:
     shared = set(regtopk.ExchangeOptions.__annotations__)
     assert {field.name for field in fields(Options)} == shared | {"grad_scaler"}
-    calls = (regtopk.attach, regtopk.SparseHookState, regtopk.Exchange, regtopk.UpdateExchange)
-    assert {name for call in calls for name in signature(call).parameters} & shared == set()
+    assert {name for call in CALLS for name in signature(call).parameters} & shared == set()
 
 
 # Ranks that differ: what rank 1 does otherwise, and how all name it.

@@ -2,10 +2,9 @@
 
 import json
 import os
-import resource
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import whole_parameters
 from tests.distributed.test_fsdp_dcp import KINDS, Job
 from tests.distributed.training import closing, ddp, listening, loss_of, make_net, refusal, same
+from tests.processes import no_file_longer_than
 
 
 class Run:
@@ -315,16 +315,9 @@ def test_own_disks_and_one_that_is_lost(two_ranks: Ranks, tmp_path: Path, kind: 
     assert same(here.state["model"], elsewhere.state["model"])
 
 
-@contextmanager
-def full_disk(rank: int) -> Any:
+def full_disk(rank: int) -> AbstractContextManager[None]:
     """No file of this rank may grow beyond a few bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return no_file_longer_than(2000) if dist.get_rank() == rank else nullcontext()
 
 
 def fill_the_disk(folder: Path, on_error: Any, asynchronous: bool) -> tuple[Any, ...]:

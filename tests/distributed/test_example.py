@@ -65,11 +65,8 @@ def check_first_epoch(printed: list[str], folder: Path) -> None:
 
 def run(script: Path, *words: str) -> list[str]:
     """What two new ranks print."""
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         return ranks.run_script(script, *words)
-    finally:
-        ranks.stop()
 
 
 def run_launchers(words: list[str], folder: Path) -> list[str]:

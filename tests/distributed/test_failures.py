@@ -11,34 +11,21 @@ from benchmarks.soak import Gradients, Updates, soak
 from tests.distributed.ranks import on_ranks
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Runs of twelve steps, whose killed ranks do not print into the report."""
+@pytest.mark.usefixtures("capfd")  # killed ranks do not print into the report
+@pytest.mark.parametrize("part", ["kills", "kills-delay", "kills-returned"])
+def test_a_killed_rank_comes_back_with_the_same_bits(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(failures, "STEPS", 12)
     monkeypatch.setattr(failures, "SAVE_EVERY", 4)
-
-
-@pytest.mark.usefixtures("short")
-def test_a_killed_rank_comes_back_with_the_same_bits(tmp_path: Path) -> None:
-    check_kill("kills", tmp_path)
-
-
-@pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("part", ["kills-delay", "kills-returned"])
-def test_updates_of_a_killed_rank_come_back_with_the_same_bits(part: str, tmp_path: Path) -> None:
-    check_kill(part, tmp_path)
-
-
-def check_kill(part: str, folder: Path) -> None:
-    found = failures.PARTS[part][0](1, random.Random(1), folder)
+    found = failures.PARTS[part][0](1, random.Random(1), tmp_path)
     assert (found["ended"], found["same_bits"]) == (1, 1)
     (run,) = found["runs"]
     assert run["num_starts"] == 2 and 0 <= run["killed_at"] - run["went_on_from"] <= 4
 
 
-def test_ranks_killed_while_they_write_find_a_whole_state(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("capfd")
+def test_ranks_killed_while_they_write_find_a_whole_state(tmp_path: Path) -> None:
     found = failures.writing(2, random.Random(0), tmp_path)
     assert found["has_ended"] and found["do_ranks_start_alike"] and found["is_never_back"]
     assert len(found["starts"]) == 3

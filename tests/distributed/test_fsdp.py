@@ -19,16 +19,7 @@ from regtopk.lab.experiments.settings import threads_for
 from regtopk.simulate import Cluster
 from tests.distributed import test_updates, training
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.sharding import (
-    GRIDS,
-    UNITS,
-    attached,
-    grid,
-    sharded,
-    used_twice,
-    whole_gradients,
-    whole_parameters,
-)
+from tests.distributed.sharding import GRIDS, UNITS, attached, grid, sharded, used_twice, whole_parameters
 from tests.distributed.test_updates import is_same_on_all_ranks
 
 NUM_STEPS = 3
@@ -185,7 +176,7 @@ def test_accumulation_is_one_step_of_the_sum() -> None:
     model.set_requires_gradient_sync(True)
     training.loss_of(model, 1).backward()
     (training.loss_of(other, 0) + training.loss_of(other, 1)).backward()
-    torch.testing.assert_close(whole_gradients(model), whole_gradients(other))
+    torch.testing.assert_close(training.flat_gradients(model), training.flat_gradients(other))
     assert exchange.num_steps == 1
 
 
@@ -225,28 +216,20 @@ def test_a_unit_that_arrives_twice_in_a_backward(set_to_none: bool) -> None:
             training.loss_of(net, step).backward()
     for p in native.middle.parameters():
         p.grad.to_local().add_(1.0)
-    torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
-
-
-def twice_the_gradient(p: Any) -> None:
-    p.grad = 2 * p.grad
-
-
-def drop_the_gradient(p: Any) -> None:
-    p.grad = None
+    torch.testing.assert_close(training.flat_gradients(model), training.flat_gradients(native))
 
 
 @on_ranks(4)
 def test_hooks_of_users_on_gradients() -> None:
     (model, _), native = attached(regtopk.Dense()), sharded(grid(2, 2))
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(twice_the_gradient)
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 2 * p.grad))
     for net in (model, native):
         training.loss_of(net, 0).backward()
     other, _ = attached(regtopk.Dense())
-    other.middle.bias.register_post_accumulate_grad_hook(drop_the_gradient)
+    other.middle.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     # they come before the exchange, and see zeros
-    torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
+    torch.testing.assert_close(training.flat_gradients(model), training.flat_gradients(native))
     assert training.refusal(training.loss_of(other, 0).backward) == (
         "ClusterError",
         "gradients of FSDP unit 'middle' must not be removed before backward is over",
@@ -272,7 +255,7 @@ def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
     ((_, saved),) = exchange.state_dict()["shards"].items()
     state = saved["workers"][str(exchange.rank)]["entries"]["extra"]
     assert state["residual"].dtype == torch.float32
-    attached, expected = whole_gradients(model), whole_gradients(native)
+    attached, expected = training.flat_gradients(model), training.flat_gradients(native)
     if reduce_dtype == "float32":
         torch.testing.assert_close(attached, expected)
     else:  # native rounds the sum to bfloat16, and the mean of two is exact otherwise
@@ -290,7 +273,7 @@ def test_detached_it_is_native_hsdp() -> None:
     model.zero_grad()
     for each in (model, native):
         training.loss_of(each, 1).backward()
-    assert torch.equal(whole_gradients(model), whole_gradients(native))
+    assert torch.equal(training.flat_gradients(model), training.flat_gradients(native))
     assert exchange.summary().endswith("the dense steps since are not counted here")
     regtopk.attach(model, regtopk.TopK(density=0.05), process_group=grid(2, 2)["replicate"])  # again
 
@@ -311,7 +294,7 @@ def test_gradients_are_zero_where_an_exchange_failed() -> None:
     model, exchange = attached(regtopk.TopK(density=0.1))
     with patch.object(Agreement, "hear", side_effect=ClusterError("ranks differ")):
         found = training.refusal(training.loss_of(model, 0).backward)
-    is_cleared = not whole_gradients(model).any()
+    is_cleared = not training.flat_gradients(model).any()
     model.zero_grad()
     training.loss_of(model, 1).backward()
     assert found == ("ClusterError", "ranks differ") and is_cleared and exchange.num_steps == 1

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.sharding import attached, grid, sharded, whole, whole_parameters
+from tests.distributed.sharding import attached, grid, sharded, whole_parameters
 from tests.distributed.test_updates import nesterov, train
-from tests.distributed.training import algorithm_state, make_net, refusal, same
+from tests.distributed.training import algorithm_state, make_net, refusal, same, whole
 
 KINDS = ("attach", "updates")
 REGTOPK = regtopk.RegTopK(density=0.05, value_code="4bit")
@@ -97,13 +97,10 @@ def test_an_exchange_that_dcp_saves_itself_keeps_every_part(tmp_path: Path, kind
 
 
 def test_killed_and_resumed_it_ends_with_the_same_bits(four_ranks: Ranks, tmp_path: Path) -> None:
-    ranks = Ranks(4)
-    try:
+    with Ranks(4) as ranks:  # which end by SIGKILL, somewhere in a step
         ranks.start(train_saving, tmp_path / "killed", range(100_000))
         while not (tmp_path / "killed" / "2" / ".metadata").exists():  # what DCP writes last
             time.sleep(0.01)
-    finally:
-        ranks.stop()  # by SIGKILL, somewhere in a step
     runs = (("killed", range(2, 4)), ("straight", range(4)))
     resumed, straight = (four_ranks.run(train_saving, tmp_path / name, steps) for name, steps in runs)
     assert all(map(torch.equal, straight, resumed))

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import regtopk
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import on_ranks
-from tests.distributed.sharding import GRIDS, attached, grid, replica, sharded, whole, whole_parameters
+from tests.distributed.sharding import GRIDS, attached, grid, replica, sharded, whole_parameters
 from tests.distributed.test_updates import is_same_on_all_ranks, nesterov, train
-from tests.distributed.training import algorithm_state, batch, loss_of, make_net, refusal, same
+from tests.distributed.training import algorithm_state, batch, loss_of, make_net, refusal, same, whole
 
 TOPK = regtopk.TopK(density=0.05, value_code="4bit")
 NUM_STEPS = 4
@@ -194,10 +194,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda: sharded(grid(2, 2))}, "ClusterError: mesh of parameter 'first.weight' must have 1 "),
     ({"model": lambda: attached(TOPK)[0]}, "ClusterError: FSDP unit '<root>' must have no all-reduce hook"),
     ({"every": lambda: 1 + dist.get_rank() % 2}, f"{SHARE} every, got 1 on rank 0, 2 on rank 1"),
-    (
-        {"clip_norm": lambda: 1 + replica()},
-        f"{SAME} clip_norm, got 1 on rank {{first}}, 2 on rank {{second}}",
-    ),
+    ({"clip_norm": lambda: 1 + replica()}, SAME + " clip_norm, got 1 on rank {first}, 2 on rank {second}"),
 ]
 
 

@@ -75,13 +75,9 @@ def follow_guide(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:
 
 def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> None:
     sources = blocks(GUIDE, "python") + blocks(FAQ, "python")
-    (printed, parameters), (printed_elsewhere, parameters_elsewhere) = two_ranks.run(
-        follow_guide, sources, tmp_path
-    )
-    assert re.search(
-        r"consensus: 8 steps on 2 workers; this rank:\n.*\n.*\n  dense .* times as much", printed
-    )
-    assert printed_elsewhere == ""
+    (printed, parameters), (silent, parameters_elsewhere) = two_ranks.run(follow_guide, sources, tmp_path)
+    assert printed.startswith("consensus: 8 steps on 2 workers; this rank:\n") and silent == ""
+    assert re.search(r"\n  dense .* times as much", printed)
     assert torch.equal(parameters, parameters_elsewhere)
     assert {path.name.split("-")[1] for path in tmp_path.glob("out/*/step-*")} == {"0000000008"}
 
@@ -145,10 +141,8 @@ def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
 def test_the_ways_from_other_tools_run(two_ranks: Ranks, tmp_path: Path) -> None:
     *hooks, diloco = (sides_of(diff)[1] for diff in blocks(MIGRATION, "diff"))
     step = "for x, y in loader: loss(model(x), y).backward()\nprint(exchange.summary())\n"
-    wrapped, adamw = (
-        "model = DistributedDataParallel(model)\n",
-        "adamw = torch.optim.AdamW(model.parameters())\n",
-    )
+    wrapped = "model = DistributedDataParallel(model)\n"
+    adamw = "adamw = torch.optim.AdamW(model.parameters())\n"
     sources = [*(f"{wrapped}{hook}{step}" for hook in hooks), f"{adamw}{diloco}{step}exchange.finish()\n"]
     here, _ = two_ranks.run(follow_readme, sources, tmp_path)
     assert [printed.split(":")[0] for printed, _ in here] == ["consensus", "consensus", "dense"]
@@ -164,11 +158,8 @@ def run_command(words: list[str], folder: Path) -> str:
             runpy.run_path(str(folder / words[1]))
         return printed.getvalue()
     assert words[:3] == TORCHRUN
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         first, second = ranks.run_script(folder / words[3], *words[4:])
-    finally:
-        ranks.stop()
     assert second == ""
     return first
 

@@ -80,9 +80,8 @@ def test_a_backward_that_fails_changes_nothing() -> None:
                 with pytest.raises(ZeroDivisionError):
                     training.loss_of(model, 7).backward()
                 hook.remove()  # some buckets have arrived: what is saved is the state before the step
-                assert training.same(
-                    (training.algorithm_state(exchange), exchange.total.residual_norm), before
-                )
+                after = training.algorithm_state(exchange), exchange.total.residual_norm
+                assert training.same(after, before)
                 model = rewrapped(model, exchange)
             results.append(train(model, 3))
     assert torch.equal(*results)
@@ -122,11 +121,8 @@ def test_closed_exchanges_refuse_to_go_on() -> None:
     exchange = regtopk.attach(model, ALGORITHM)
     training.loss_of(model, 0).backward()
     exchange.close()
-    for act in (
-        exchange.state_dict,
-        lambda: exchange.load_state_dict({}),
-        training.loss_of(model, 1).backward,
-    ):
+    backward = training.loss_of(model, 1).backward
+    for act in (exchange.state_dict, lambda: exchange.load_state_dict({}), backward):
         assert training.refusal(act) == ("ClusterError", "the exchange must not be used after close()")
 
 
@@ -186,9 +182,8 @@ def test_applied_plus_residual_is_the_sum_of_gradients(
 def train_without_some(set_to_none: bool, is_view: bool) -> tuple[Tensor, Tensor, int, Tensor]:
     """What was applied, what is kept, how much came for unused parameters, and all own gradients."""
     rank = dist.get_rank()
-    model = training.ddp(
-        find_unused_parameters=True, gradient_as_bucket_view=is_view, **training.SMALL_BUCKETS
-    )
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": is_view}
+    model = training.ddp(**options, **training.SMALL_BUCKETS)
     alone = training.make_net()  # the same parameters, outside DDP: what this rank's own gradient is
     exchange = regtopk.attach(model, regtopk.TopK(density=0.05), weight=WEIGHTS[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -32,12 +32,9 @@ STOPPED = "a rank has stopped, is unreachable or is slower than the process grou
 def test_others_fail_clearly_and_a_restart_goes_on(
     four_ranks: Ranks, tmp_path: Path, moment: str, signal_number: int
 ) -> None:
-    ranks = Ranks(4, timeout_s=10)
-    try:
+    with Ranks(4, timeout_s=10) as ranks:
         started = ranks.start(lose_one, tmp_path, moment, signal_number)
         answers = ranks.wait_for([rank for rank in started if rank != LOST])
-    finally:
-        ranks.stop()
     for kind, text in answers:
         assert kind == "ClusterError"
         assert f" failed: {STOPPED}; restart all ranks from the last checkpoint. The backend says: " in text
@@ -58,11 +55,9 @@ def lose_one(folder: Path, moment: str, signal_number: int) -> tuple[str, str]:
     kind, text = refusal(lambda: loss_of(model, LOST_AT).backward())
     if moment == "in the exchange":
         # the state is half a step on: it must not be saved, and no step be made from it
+        told = f"step {LOST_AT} failed half-way ({kind}: {text}){RESTART}"
         for act in (exchange.state_dict, lambda: exchange._steps.run({})):
-            assert refusal(act) == (
-                "ClusterError",
-                f"step {LOST_AT} failed half-way ({kind}: {text}){RESTART}",
-            )
+            assert refusal(act) == ("ClusterError", told)
     else:
         assert same(algorithm_state(exchange), before)
     exchange.close()  # in a `finally:` it must not hide what went wrong

@@ -19,7 +19,7 @@ from regtopk.core.algorithm import Algorithm
 from tests.distributed import training
 from tests.distributed.conversations import RunningSum
 from tests.distributed.ranks import on_ranks
-from tests.distributed.sharding import attached, grid, whole_gradients, whole_parameters
+from tests.distributed.sharding import attached, grid, whole_parameters
 
 ALGORITHM = regtopk.RegTopK(density=0.05)
 # A layer's rows are cut in two. Units arrive from the last to the first, whose gradients reach no other unit.
@@ -49,7 +49,7 @@ def train(
             assert exchange.last_step.num_skipped == 1
         optimizer.zero_grad()
         training.loss_of(model, step).backward()
-        assert whole_gradients(model).isfinite().all() and exchange.last_step.num_skipped == 0
+        assert training.flat_gradients(model).isfinite().all() and exchange.last_step.num_skipped == 0
         optimizer.step()
     assert exchange.total.num_skipped == len(bad_steps) and exchange.num_steps == 6
     assert ("skipped" in exchange.summary()) == bool(bad_steps)
@@ -143,7 +143,7 @@ def interrupted_at(bad_step: int | None) -> Tensor:
             assert training.same(training.algorithm_state(exchange), before) and exchange.num_steps == step
         training.loss_of(model, step).backward()
     assert exchange.num_steps == 3
-    return whole_gradients(model)
+    return training.flat_gradients(model)
 
 
 def interrupt(_: Tensor) -> None:

@@ -68,12 +68,11 @@ def kept(files: list[Path]) -> Tensor:
 
 
 def test_nothing_is_lost_on_four_then_three_then_five_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
-    others = {3: Ranks(3), 5: Ranks(5)}
     files: list[Path] = []
     balance = torch.zeros(J, dtype=torch.float64)
-    try:
-        for number, num_ranks in enumerate((4, 3, 5)):
-            ranks, steps = others.get(num_ranks, four_ranks), range(6 * number, 6 * number + 4)
+    with Ranks(3) as three, Ranks(5) as five:
+        for number, ranks in enumerate((four_ranks, three, five)):
+            num_ranks, steps = ranks.num_ranks, range(6 * number, 6 * number + 4)
             applied, *alike = ranks.run(step_on_ranks, files, steps, tmp_path)
             assert all(torch.equal(theirs, applied) for theirs in alike)
             files = sorted(tmp_path.glob(f"{num_ranks}-*.pt"))
@@ -84,9 +83,6 @@ def test_nothing_is_lost_on_four_then_three_then_five_ranks(four_ranks: Ranks, t
                         balance += weight * grads_of(step, rank)
             balance -= applied
             assert torch.equal(kept(files), balance) and bool(balance.any())
-    finally:
-        for ranks in others.values():
-            ranks.stop()
 
 
 @on_ranks(4)

@@ -155,8 +155,8 @@ def put_nan(saved: Any, mine: Any) -> None:
     saved["updates"]["start"]["0.bias"][1] = float("nan")
 
 
-def put_moment(tensor: Any, saved: Any, mine: Any) -> None:
-    mine["optimizer"]["state"][0]["exp_avg"] = tensor
+def put_in_state(key: str, value: Any, saved: Any, mine: Any) -> None:
+    mine["optimizer"]["state"][0][key] = value
 
 
 def set_in_group(key: str, value: Any, saved: Any, mine: Any) -> None:
@@ -174,37 +174,21 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": regtopk.TopK(density=0.1)}, "algorithm must be that of the saved state, 'topk'"),
 ]
 NO_UPDATES = "must hold 'updates': this was saved by something else"
+OF_SAVED, SIX = "of the saved optimizer must be", "must be [[0, 1, 2, 3, 4, 5]]"
+MOMENT = "exp_avg of the saved optimizer must have its parameter's shape, ("
 DAMAGES: list[tuple[Any, str]] = [
     (put_nan, "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
-    (
-        lose_a_parameter,
-        "parameters of the optimizer's groups must be [[0, 1, 2, 3, 4, 5]], got [[0, 1, 2, 3, 4]]",
-    ),
-    (
-        partial(set_in_group, "params", [1, 0, 2, 3, 4, 5]),
-        "must be [[0, 1, 2, 3, 4, 5]], got [[1, 0, 2, 3, 4, 5]]",
-    ),
-    (
-        partial(set_in_group, "betas", (0.9, "a")),
-        "betas of the saved optimizer must be like (0.9, 0.999), got",
-    ),
-    (partial(set_in_group, "maximize", 3.5), "maximize of the saved optimizer must be like False, got 3.5"),
-    (partial(set_in_group, "lr", "a"), "lr of the saved optimizer must be a finite number, got 'a'"),
+    (lose_a_parameter, f"parameters of the optimizer's groups {SIX}, got [[0, 1, 2, 3, 4]]"),
+    (partial(set_in_group, "params", [1, 0, 2, 3, 4, 5]), f"{SIX}, got [[1, 0, 2, 3, 4, 5]]"),
+    (partial(set_in_group, "betas", (0.9, "a")), f"betas {OF_SAVED} like (0.9, 0.999), got"),
+    (partial(set_in_group, "maximize", 3.5), f"maximize {OF_SAVED} like False, got 3.5"),
+    (partial(set_in_group, "lr", "a"), f"lr {OF_SAVED} a finite number, got 'a'"),
     (lambda saved, mine: mine["optimizer"].pop("state"), "the saved state is malformed: KeyError: 'state'"),
     (lambda saved, mine: mine["optimizer"].update(state=[1]), "the saved state is malformed: AttributeError"),
-    (
-        lambda saved, mine: mine["optimizer"]["state"].update({70: {}}),
-        "must be of its parameters, got number 70",
-    ),
-    (
-        partial(put_moment, torch.zeros(3)),
-        "exp_avg of the saved optimizer must have its parameter's shape, (",
-    ),
-    (partial(put_moment, (1, 2)), "exp_avg of the saved optimizer must have its parameter's shape, ("),
-    (
-        lambda saved, mine: mine["optimizer"]["state"][0].update(step="a"),
-        "step of the saved optimizer must be a finite number, got 'a'",
-    ),
+    (lambda saved, mine: mine["optimizer"]["state"].update({70: {}}), "of its parameters, got number 70"),
+    (partial(put_in_state, "exp_avg", torch.zeros(3)), MOMENT),
+    (partial(put_in_state, "exp_avg", (1, 2)), MOMENT),
+    (partial(put_in_state, "step", "a"), f"step {OF_SAVED} a finite number, got 'a'"),
     (lambda saved, mine: saved["updates"].pop("every"), "the saved state is malformed: KeyError: 'every'"),
     (lambda saved, mine: saved["updates"].update(inner="SGD"), "saved state, 'SGD', got 'AdamW'"),
     (lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"), "shape of buffers must be that"),

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -151,11 +150,8 @@ def test_an_optimizer_has_one_exchange() -> None:
 
 
 def test_unequally_many_steps_end_with_an_error() -> None:
-    ranks = Ranks(2, timeout_s=8)
-    try:
+    with Ranks(2, timeout_s=8) as ranks:
         (kind, text), fine = ranks.run(step_unequally)
-    finally:
-        ranks.stop()
     assert fine == ("fine", "3 steps") and kind == "ClusterError"
     assert text.startswith("all_gather failed: ") and text.endswith(
         "Round 1 did not begin. If no rank has stopped: did every rank call optimizer.step() as often as its "
@@ -210,8 +206,3 @@ def test_a_model_without_memory_frozen_or_not() -> None:
             p.requires_grad_(not name.startswith("last"))
         text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))  # noqa: B023
         assert text == ("ClusterError", f"parameter '{of_it}.weight' {META}")
-
-
-def test_typos() -> None:
-    with pytest.raises(TypeError, match=r"unexpected option 'evry' \(did you mean 'every'\?\)"):
-        regtopk.UpdateExchange(make_net(), sgd(make_net()), TOPK, evry=2)  # type: ignore[call-arg]

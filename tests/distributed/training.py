@@ -1,5 +1,6 @@
 """Small models, batches and loops that the ranks of these tests run."""
 
+import contextlib
 import io
 import logging
 import runpy
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk import errors
@@ -23,6 +25,7 @@ from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
+closing: Any = contextlib.closing  # an exchange afterwards
 
 
 class Net(nn.Module):
@@ -78,13 +81,15 @@ def flat_parameters(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All parts of a tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def flat_gradients(model: nn.Module) -> Tensor:
-    """All gradients as one vector; zero where there is none."""
-    return torch.cat([_gradient(p).flatten() for p in model.parameters()])
-
-
-def _gradient(p: Tensor) -> Tensor:
-    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
+    """All gradients as one vector, the parts of other ranks too; zero where there is none."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([whole(grad.detach()).flatten() for grad in grads])
 
 
 def same(left: Any, right: Any) -> bool:
@@ -92,15 +97,9 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
         return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
-        return (
-            isinstance(right, dict) and set(left) == set(right) and all(same(left[k], right[k]) for k in left)
-        )
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
-        return (
-            type(left) is type(right)
-            and len(left) == len(right)
-            and all(same(a, b) for a, b in zip(left, right, strict=True))
-        )
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
 
 
@@ -152,15 +151,6 @@ def listening() -> Iterator[list[str]]:
         yield said
     finally:
         logging.getLogger("regtopk").removeHandler(handler)
-
-
-@contextmanager
-def closing(exchange: Any) -> Iterator[Any]:
-    """An exchange that is closed afterwards."""
-    try:
-        yield exchange
-    finally:
-        exchange.close()
 
 
 @contextmanager

@@ -46,10 +46,8 @@ def run(ranks: Ranks, source: str, folder: Path) -> list[str]:
     """What each rank prints."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(source, encoding="utf-8")
-    try:
+    with ranks:  # which no other function may follow
         return ranks.run_script(folder / "train.py", timeout_s=300)
-    finally:
-        ranks.stop()
 
 
 def bits_of(printed: list[str]) -> list[str]:

@@ -117,9 +117,7 @@ def test_ranks_without_a_process_group_choose_no_checkpoint(
 
 def test_wrong_use_is_refused() -> None:
     accelerator, model, optimizer = prepared()
-    with pytest.raises(
-        ArgumentError, match=r"^optimizer must be what accelerator.prepare\(\) returned, got SGD$"
-    ):
+    with pytest.raises(ArgumentError, match=r"^optimizer must be what .*prepare\(\) returned, got SGD$"):
         attach(accelerator, model, optimizer.optimizer, TOPK, exchange="updates")
     with pytest.raises(ArgumentError, match=r"delay must .*, got 'gradients'"):
         attach(accelerator, model, optimizer, TOPK, exchange="gradients", delay=1)

@@ -334,20 +334,11 @@ def swap(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a NaN": (swap("now/state/residual", UPDATE + torch.nan), "residual of the memory now must be finite in"),
-    "a shorter residual": (
-        swap("now/state/residual", UPDATE[1:]),
-        "the memory now must hold {'residual': (60,)}",
-    ),
+    "a shorter residual": (swap("now/state/residual", UPDATE[1:]), "now must hold {'residual': (60,)}"),
     "no residual": (swap("now/state/residual", None), "the memory now must hold {'residual': (60,)}"),
     "a model of inf": (swap("before/model", UPDATE / 0), "model of the memory before must be finite in"),
-    "an index too large": (
-        swap("now/sent/indices", torch.full((5,), J)),
-        "whole numbers in 0..59, got [60, ",
-    ),
-    "an index less": (
-        swap("now/sent/indices", torch.arange(4)),
-        "indices must be as many as values, 5, got 4",
-    ),
+    "an index too large": (swap("now/sent/indices", torch.full((5,), J)), "in 0..59, got [60, "),
+    "an index less": (swap("now/sent/indices", torch.arange(4)), "as many as values, 5, got 4"),
     "a round in words": (swap("now/sent/round", "two"), "a number and a word, got 'two'"),
     "a key less": (swap("now/sent/token", None), "KeyError('token')"),
     "no memory": (swap("now", None), "KeyError('now')"),

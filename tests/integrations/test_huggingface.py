@@ -129,9 +129,7 @@ def test_wrong_use_is_refused(trainer: Any) -> None:
     assert str(refused.value) == f"{one}, got 0: trainer.add_callback(callback)"
     other = type(trainer)(model=trainer.model, args=deepcopy(trainer.args), callbacks=[mine])
     other.train_dataset = trainer.train_dataset
-    with pytest.raises(
-        ArgumentError, match="HuggingFaceCallback must be added to the trainer that it was made with"
-    ):
+    with pytest.raises(ArgumentError, match="must be added to the trainer that it was made with"):
         other.train()
     for _ in range(2):
         trainer.add_callback(mine)
@@ -159,8 +157,6 @@ def test_one_process_trains_and_goes_on(
 def test_a_checkpoint_without_an_exchange_is_refused(trainer: Any, tmp_path: Path) -> None:
     trainer.train()
     trainer.add_callback(callback(trainer, TOPK))
-    with pytest.raises(
-        StateError, match=r"checkpoint must hold the exchange's state of every rank, got .*-4"
-    ):
+    with pytest.raises(StateError, match=r"must hold the exchange's state of every rank, got .*-4"):
         trainer.train(True)
     assert not (tmp_path / "checkpoint-4" / "regtopk").exists()

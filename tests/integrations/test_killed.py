@@ -157,9 +157,8 @@ def test_accelerate_with_muon(new_ranks: Ranks, tmp_path: Path) -> None:
         "accelerator.prepare(model, optimizer, loader)", "model, loader = accelerator.prepare(model, loader)"
     )
     for call in ("step", "zero_grad"):
-        source = replaced(
-            source, f"        optimizer.{call}()", f"        for each in optimizer: each.{call}()"
-        )
+        new = f"        for each in optimizer: each.{call}()"
+        source = replaced(source, f"        optimizer.{call}()", new)
     source += TELL.format(model="accelerator.unwrap_model(model)")
     save = "    if number % 18 == 0:"
     deadly = replaced(source, save, f"    if number == 25: _die(accelerator.process_index)\n{save}")

@@ -370,9 +370,8 @@ def test_replicas_train_on_without_a_lighthouse_and_meet_when_it_is_back(
     replicas.listen(lambda told: all(t[-1].num_failed >= 2 for t in told))
     gone = [told[-1] for told in replicas.heard]
     replicas.start_lighthouse(port)
-    replicas.listen(
-        lambda told: all(t[-1].num_rounds >= g.num_rounds + 3 for t, g in zip(told, gone, strict=True))
-    )
+    enough = [last.num_rounds + 3 for last in gone]
+    replicas.listen(lambda told: all(t[-1].num_rounds >= n for t, n in zip(told, enough, strict=True)))
     # each has made as many steps as it could meanwhile
     _check_alike([[a._replace(num_seen=0) for a in told] for told in replicas.heard], 1, first=0)
     for told, last in zip(replicas.heard, gone, strict=True):

@@ -76,9 +76,8 @@ def test_with_updates_ddp_sends_nothing(options: dict[str, Any]) -> None:
 def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = {"huggingface": "transformers", "flower": "flwr"}.get(extra, extra)
     module = f"regtopk.integrations.{extra}" + (".app" if extra == "flower" else "")
-    needs = {"flower": "the Flower integration needs flwr 1.41 or later"}.get(
-        extra, f"{module} needs {package}"
-    )
+    flower = "the Flower integration needs flwr 1.41 or later"
+    needs = flower if extra == "flower" else f"{module} needs {package}"
     for name in (module, *(name for name in sys.modules if name.startswith(f"{package}."))):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)  # which no import finds

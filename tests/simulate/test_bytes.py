@@ -92,10 +92,7 @@ def test_a_dense_sum_is_reduced_by_regions_and_gathered() -> None:
     """
     long, short = segment(256), segment(232)
     payload = 3 * long + short
-    sent = [2 * long + short + 2 * long + short] * 2 + [
-        2 * long + short + 3 * long,
-        3 * long + 2 * long + short,
-    ]
+    sent = [2 * (2 * long + short)] * 2 + [2 * long + short + 3 * long, 3 * long + 2 * long + short]
     received = [3 * long + 2 * long + short] * 3 + [3 * short + 3 * long]
     counts = bytes_of(Cluster(Dense(), num_workers=4), torch.randn(4, 1000))
     assert counts == ([payload] * 4, sent, received, [1000] * 4)

@@ -11,12 +11,9 @@ from tests.distributed.training import SMALL_BUCKETS, loss_of, make_net
 
 
 def test_peer_topk() -> None:
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         ranks.run(compare_with_no_hook)
         ranks.run(add_up)
-    finally:
-        ranks.stop()
 
 
 def hooked(density: float) -> tuple[DistributedDataParallel, PeerTopK]:

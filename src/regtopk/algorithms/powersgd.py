@@ -1,5 +1,6 @@
 """PowerSGD: matrices travel as two thin factors, found by one step of a power iteration."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -7,10 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from regtopk.core import Algorithm, Conversation, DenseSum, Layer, Layout, ResidualState, Worker, shared
+from regtopk.core import Algorithm, Conversation, DenseSum, Layout, ResidualState, Worker, shared
 from regtopk.core.codes import VALUE_CODES, is_lossless, quantise
 from regtopk.core.options import integer, one_of, option
 from regtopk.core.random import uniform
+from regtopk.core.tiles import TileGroup, tiles_of
 
 MIN_SAVING = 2  # what two factors make less than so many times smaller is sent as it is
 
@@ -57,7 +59,7 @@ class PowerSGD(Algorithm[PowerSGDState]):
 
     def init(self, worker: Worker) -> PowerSGDState:
         groups, _ = _cut(worker.layout, self.rank)
-        size = sum(group.size_of_factors(1, self.rank) for group in groups)
+        size = sum(_size_of_factors(group, 1, self.rank) for group in groups)
         first = uniform(worker.index.new_zeros(()), self.seed, 0, size) - 0.5
         return PowerSGDState(worker.zeros(), first.to(worker.weight))
 
@@ -89,44 +91,27 @@ class PowerSGD(Algorithm[PowerSGDState]):
         return DenseSum(sent, worker.weight, self.value_code, self.value_code, loss)
 
 
-@dataclass(frozen=True)
-class MatrixGroup:
-    """All parameters of one shape that travel as factors: one batch."""
-
-    sides: tuple[int, int]
-    layers: tuple[Layer, ...]
-
-    def size_of_factors(self, side: int, rank: int) -> int:
-        """How many numbers the left (0) or the right (1) factors have."""
-        return len(self.layers) * self.sides[side] * rank
-
-    def read(self, vector: Tensor) -> Tensor:
-        """The matrices of a flat vector (J,), as a batch."""
-        return torch.stack([vector[layer.entries].view(self.sides) for layer in self.layers])
-
-    def write_(self, vector: Tensor, matrices: Tensor) -> None:
-        """Write matrices to their places in a flat vector (J,)."""
-        for layer, matrix in zip(self.layers, matrices, strict=True):
-            vector[layer.entries] = matrix.flatten()
-
-
 @lru_cache(maxsize=256)
-def _cut(layout: Layout, rank: int) -> tuple[tuple[MatrixGroup, ...], Tensor]:
+def _cut(layout: Layout, rank: int) -> tuple[tuple[TileGroup, ...], Tensor]:
     """Which matrices travel as factors, by shape, and the indices of all other entries."""
-    by_shape: dict[tuple[int, int], list[Layer]] = {}
+    whole = tiles_of(layout, side=max(1, layout.numel))  # one tile for each parameter
+    groups = tuple(g for g in whole if rank * sum(g.shape) * MIN_SAVING < math.prod(g.shape))
     is_outside = torch.ones(layout.numel, dtype=torch.bool)
-    for layer in layout.layers:
-        if rank * sum(layer.sides) * MIN_SAVING < layer.numel and len(layer.shape) > 1:
-            by_shape.setdefault(layer.sides, []).append(layer)
-            is_outside[layer.entries] = False
-    groups = (MatrixGroup(sides, tuple(layers)) for sides, layers in by_shape.items())
-    return tuple(groups), is_outside.nonzero().flatten()
+    for group in groups:
+        for matrices in group.in_place(is_outside):
+            matrices.fill_(False)
+    return groups, is_outside.nonzero().flatten()
 
 
-def _unpack(flat: Tensor, groups: Sequence[MatrixGroup], side: int, rank: int) -> list[Tensor]:
+def _size_of_factors(group: TileGroup, side: int, rank: int) -> int:
+    """How many numbers the left (0) or the right (1) factors of a group have."""
+    return len(group.parts) * group.shape[side] * rank
+
+
+def _unpack(flat: Tensor, groups: Sequence[TileGroup], side: int, rank: int) -> list[Tensor]:
     """The factors of each group, (number, side, rank), that lie one after the other in a vector."""
-    parts = flat.split([group.size_of_factors(side, rank) for group in groups])
-    return [part.view(-1, group.sides[side], rank) for group, part in zip(groups, parts, strict=True)]
+    parts = flat.split([_size_of_factors(group, side, rank) for group in groups])
+    return [part.view(-1, group.shape[side], rank) for group, part in zip(groups, parts, strict=True)]
 
 
 def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
@@ -135,7 +120,7 @@ def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
 
 
 def _products(
-    vectors: Tensor, groups: Sequence[MatrixGroup], factors: list[Tensor], *, is_transposed: bool
+    vectors: Tensor, groups: Sequence[TileGroup], factors: list[Tensor], *, is_transposed: bool
 ) -> Tensor:
     """Matrices times factors, of each worker's vector: (..., J) gives (..., m).
 

@@ -84,7 +84,8 @@ class SIDCo(Sparsifier[SIDCoState]):
         accumulated = state.residual.add_(grad)
         eta = self.threshold(accumulated.abs(), state.num_stages, k / worker.numel)
         most = min(worker.numel, 2 * k)
-        taken = kernels.take_above_(accumulated, None, eta.squeeze(-1), most)
+        kernel = kernels.kernel_for(accumulated, None)
+        taken = kernel.take_above_(accumulated, None, eta.squeeze(-1), most)
         state.num_found = state.num_found + taken.num_found.unsqueeze(-1)
         if (worker.step + 1) % _WINDOW == 0:
             _adapt_stages_(state, _WINDOW * k, most=math.ceil(math.log2(worker.numel / k)))

@@ -16,11 +16,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from regtopk.core.exact import power_of_two
+from regtopk.core.exact import SMALLEST_EXPONENT, power_of_two
 
 LONGEST_SIDE = 64
 _TILE_BITS, _MATRIX_BITS = 24, 26
-_SMALLEST_EXPONENT = -900  # below, entries count as zero
 _TILES_AT_ONCE = 1024  # bounds the memory of the float64 copies
 
 
@@ -48,7 +47,7 @@ def _transformed(tiles: Tensor, *, is_inverse: bool) -> Tensor:
 def _times(tiles: Tensor, matrix: Tensor) -> Tensor:
     """Each tile, rounded to 24 bits, times the matrix: exact in any order of addition."""
     largest = tiles.abs().amax((-2, -1), keepdim=True)
-    exponent = torch.frexp(largest).exponent.clamp(min=_SMALLEST_EXPONENT)
+    exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT)
     whole = (tiles * power_of_two(_TILE_BITS - exponent)).round_()
     return (whole @ matrix).mul_(power_of_two(exponent - _TILE_BITS - _MATRIX_BITS))
 

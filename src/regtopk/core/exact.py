@@ -7,7 +7,7 @@ integers do not. So numbers are first scaled by a power of two and rounded to in
 import torch
 from torch import Tensor
 
-_SMALLEST_EXPONENT = -900  # below, entries count as zero
+SMALLEST_EXPONENT = -900  # below, entries count as zero
 
 
 def exact_sum(x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def to_integers(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_bits = 62 - x.shape[-1].bit_length()
     largest = x.abs().amax(-1, keepdim=True).double()
-    exponent = torch.frexp(largest).exponent.clamp(min=_SMALLEST_EXPONENT)
+    exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT)
     integers = (x * power_of_two(num_bits - exponent)).round_().long()
     return integers, power_of_two(exponent - num_bits)
 

@@ -132,18 +132,19 @@ def take_above_(
 
     Of more than ``capacity`` of them in a row the first are taken; the others stay in the residual.
     """
-    return send_(residual, kernels.take_above_(residual, grad, threshold, capacity), code)
+    kernel = kernels.kernel_for(residual, grad)
+    return send_(residual, kernel.take_above_(residual, grad, threshold, capacity), code)
 
 
 def take_all_above_(
     residual: Tensor, grad: Tensor, threshold: Tensor, expected: int, *, code: str = "float32"
 ) -> SparseGradient:
     """The same without a limit; a second pass is needed if more than twice the expected number reach it."""
-    capacity = min(residual.shape[-1], 2 * expected)
-    taken = kernels.take_above_(residual, grad, threshold, capacity)
+    kernel, capacity = kernels.kernel_for(residual, grad), min(residual.shape[-1], 2 * expected)
+    taken = kernel.take_above_(residual, grad, threshold, capacity)
     if bool(taken.num_left.any()):
         put_back_(residual, taken)
-        taken = kernels.take_above_(residual, None, threshold, int(taken.num_found.max()))
+        taken = kernel.take_above_(residual, None, threshold, int(taken.num_found.max()))
     return send_(residual, taken, code)
 
 

@@ -34,9 +34,10 @@ class State:
     """Base of every algorithm's state; holds nothing by itself."""
 
     @classmethod
+    @cache
     def rules(cls) -> dict[str, OnResize]:
         """What becomes of each field, by name, when the number of ranks changes."""
-        return _rules_of(cls)  # type: ignore[arg-type]  # a class is hashable, if not its instances
+        return {f.name: f.metadata["on_resize"] for f in fields(cls)}
 
     @classmethod
     def per_entry_fields(cls) -> list[str]:
@@ -68,11 +69,6 @@ class State:
     def clone(self: StateT) -> StateT:
         """A copy with tensors of its own."""
         return type(self)(**{name: tensor.clone() for name, tensor in self.state_dict().items()})
-
-
-@cache
-def _rules_of(cls: Any) -> dict[str, OnResize]:
-    return {f.name: f.metadata["on_resize"] for f in fields(cls)}
 
 
 def extended(state: StateT, rules: dict[str, Any], **tensors: Tensor) -> StateT:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from regtopk.core.codes import check_index_code
+from regtopk.core.codes import INDEX_CODES
 from regtopk.core.link import Link
-from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
+from regtopk.core.options import check_options, check_positive, did_you_mean, integer, one_of, option
 from regtopk.errors import ArgumentError
 
 Collective = Literal["auto", "all_gather", "split"]
@@ -75,32 +75,28 @@ class Options:
 
     process_group: dist.ProcessGroup | DeviceMesh | None = None
     weight: Weight = None
-    dense_steps: int = 0
+    dense_steps: int = option(0, integer(at_least=0, at_most=None))
     skip: Skip | None = None
-    index_code: str = "elias-fano"
-    collective: Collective = "auto"
+    index_code: str = option("elias-fano", one_of(*INDEX_CODES))
+    collective: Collective = option("auto", one_of(*get_args(Collective)))
     link: Link | None = None
     deterministic: bool = True
-    residual_dtype: ResidualDtype = "float32"
+    residual_dtype: ResidualDtype = option("float32", one_of(*get_args(ResidualDtype)))
     writer: Writer | None = None
-    handshake_timeout_s: float = 60.0
+    handshake_timeout_s: float = option(60.0, check_positive)
     grad_scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without the other ranks."""
-        check_index_code(self.index_code)
-        check_integer("dense_steps", self.dense_steps, at_least=0)
+        check_options(self)
         if self.skip is not None and not callable(self.skip):
             raise ArgumentError(f"skip must be a callable of (name, parameter), got {self.skip!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
             raise ArgumentError(f"grad_scaler must be a torch.amp.GradScaler, got {self.grad_scaler!r}")
-        check_choice("collective", self.collective, get_args(Collective))
         if self.link is not None and not isinstance(self.link, Link):
             raise ArgumentError(f"link must be a regtopk.Link such as Link(bandwidth=1e8), got {self.link!r}")
         if self.writer is not None and not hasattr(self.writer, "add_scalar"):
             raise ArgumentError(f"writer must have a method add_scalar, got {self.writer!r}")
-        check_positive("handshake_timeout_s", self.handshake_timeout_s)
-        check_choice("residual_dtype", self.residual_dtype, get_args(ResidualDtype))
 
 
 def refuse_k(algorithm: object) -> None:
@@ -133,6 +129,6 @@ def known_options(function: Callable[..., Any]) -> list[str]:
 
 def refuse_typos(call: str, given: Iterable[str], known: list[str]) -> None:
     """Refuse an option that a call does not have, and name the nearest one that it has."""
-    for option in given:
-        if option not in known:
-            raise TypeError(f"{call}() got an unexpected option {option!r}{did_you_mean(option, known)}")
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{call}() got an unexpected option {name!r}{did_you_mean(name, known)}")

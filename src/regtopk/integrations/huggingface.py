@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.distributed.updates.exchange import UpdateExchange
-from regtopk.errors import ArgumentError, MissingExtraError
+from regtopk.errors import ArgumentError, importing
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
 from regtopk.integrations.wrapped import ExchangeInTrainer, Made, What, silence
 
-try:
+with importing("regtopk.integrations.huggingface needs transformers: pip install 'regtopk[huggingface]'"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
-except ImportError as error:
-    raise MissingExtraError(
-        "regtopk.integrations.huggingface needs transformers: pip install 'regtopk[huggingface]'"
-    ) from error
 
 __all__ = ["HuggingFaceCallback", "newest_checkpoint"]
 

@@ -5,15 +5,11 @@ from typing import Any
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.updates.exchange import UpdateExchange
-from regtopk.errors import MissingExtraError, StateError
+from regtopk.errors import StateError, importing
 from regtopk.integrations.wrapped import ExchangeInTrainer, What, silence
 
-try:
+with importing("regtopk.integrations.lightning needs lightning: pip install 'regtopk[lightning]'"):
     from lightning import Callback
-except ImportError as error:
-    raise MissingExtraError(
-        "regtopk.integrations.lightning needs lightning: pip install 'regtopk[lightning]'"
-    ) from error
 
 
 class LightningCallback(ExchangeInTrainer, Callback):

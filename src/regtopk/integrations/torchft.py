@@ -32,17 +32,15 @@ from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.distributed.updates.saved import LoadedModel, load_into
-from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError, StateError
+from regtopk.errors import ArgumentError, ClusterError, RegtopkError, StateError, importing
 from regtopk.rounds import LocalRounds, Rounds
 
-try:
+with importing(
+    "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]', "
+    "on x86_64 Linux with Python 3.10 to 3.13; torchft has no wheels for others"
+):
     from torchft.manager import Manager
     from torchft.process_group import ManagedProcessGroup
-except ImportError as error:
-    raise MissingExtraError(
-        "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]', "
-        "on x86_64 Linux with Python 3.10 to 3.13; torchft has no wheels for others"
-    ) from error
 
 _MANAGED = {"process_group": "a group", "handshake_timeout_s": "quorum_timeout"}  # what the Manager has
 _log = logging.getLogger("regtopk")

@@ -27,9 +27,7 @@ What = Literal["gradients", "updates"]
 Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
 _log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
-_FROM_THE_FRAMEWORK = {
-    "model", "parameters", "optimizer", "algorithm", "grad_scaler", "process_group"
-}  # fmt: skip
+_FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler", "process_group"}
 _OPTIONS = {
     what: [name for name in known_options(function) if name not in _FROM_THE_FRAMEWORK]
     for what, function in (("gradients", attach), ("updates", UpdateExchange))

@@ -11,15 +11,13 @@ from regtopk.kernels.dispatch import (
     add_in_rank_order_,
     block_programs,
     describe,
+    index_loops,
     join_,
     kernel_for,
     message_programs,
     overwrite_if_,
     spread_,
     sum_dense_in_rank_order,
-    take_above_,
-    unpack_elias_fano,
-    unpacks,
 )
 from regtopk.kernels.reference.pieces import Support, is_finite, parts_of
 from regtopk.kernels.reference.selection import Damped, Taken, estimate_threshold, take_at_
@@ -28,8 +26,7 @@ from regtopk.kernels.self_check import self_check
 
 __all__ = [
     "MAX_ROWS", "Damped", "Support", "Taken", "add_in_rank_order_", "block_programs",
-    "capture_nothing_in_this_thread", "describe", "estimate_threshold", "find_non_finite_row", "is_finite",
-    "join_", "kernel_for", "message_programs", "overwrite_if_", "parts_of", "repeat", "self_check",
-    "spread_", "sum_dense_in_rank_order", "sum_sparse_in_rank_order", "take_above_", "take_at_",
-    "unpack_elias_fano", "unpacks",
+    "capture_nothing_in_this_thread", "describe", "estimate_threshold", "find_non_finite_row",
+    "index_loops", "is_finite", "join_", "kernel_for", "message_programs", "overwrite_if_", "parts_of",
+    "repeat", "self_check", "spread_", "sum_dense_in_rank_order", "sum_sparse_in_rank_order", "take_at_",
 ]  # fmt: skip

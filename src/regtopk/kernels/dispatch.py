@@ -18,7 +18,6 @@ from regtopk.kernels.cuda.replay import repeat
 from regtopk.kernels.reference import selection as reference
 from regtopk.kernels.reference import sums
 from regtopk.kernels.reference.pieces import Support
-from regtopk.kernels.reference.selection import Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
@@ -56,58 +55,46 @@ def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
     return kernel_named(_name_for(residual, grad))
 
 
-def kernel_named(name: str) -> Kernel:
-    """The kernel of a `KernelChoice`, imported where it is first asked for."""
-    return import_module(f"regtopk.kernels.{name}.selection")
-
-
-def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
-    """Accumulate, and take the entries that reach a threshold: see `reference.selection.take_above_`."""
-    taken: Taken = kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
-    return taken
+def kernel_named(name: str, operations: str = "selection") -> Kernel:
+    """Some operations of a kernel, in the same file of each; imported where they are first asked for."""
+    return import_module(f"regtopk.kernels.{name}.{operations}")
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
     """Write pieces, or start minus pieces, into a vector; is it finite? See `reference.pieces.join_`."""
-    is_finite: Tensor = _module(_name_for(vector), "pieces").join_(vector, pieces, start)
+    is_finite: Tensor = kernel_named(_name_for(vector), "pieces").join_(vector, pieces, start)
     return is_finite
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     """Write a vector that is zero outside of its support into pieces: see `reference.pieces.spread_`."""
-    _module(_name_for(vector), "pieces").spread_(pieces, vector, support)
+    kernel_named(_name_for(vector), "pieces").spread_(pieces, vector, support)
 
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """Write a source over pieces, if a flag on the device says so: see `reference.pieces.overwrite_if_`."""
     is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]  # one launch for all is worth it
     name = describe("cuda").kernel if is_large and pieces[0].is_cuda else "reference"
-    _module(name, "pieces").overwrite_if_(flag, pieces, source)
+    kernel_named(name, "pieces").overwrite_if_(flag, pieces, source)
 
 
-def unpacks(words: Tensor) -> bool:
-    """Whether `unpack_elias_fano` can read these words, and is faster than torch."""
-    is_long = words.device.type == "cpu" and words.numel() >= _FEW_WORDS
-    return is_long and words.is_contiguous() and describe("cpu").kernel != "reference"
-
-
-def unpack_elias_fano(words: Tensor, *columns: Any) -> tuple[Tensor, Tensor]:
-    """Indices, and whether they are sound: see `cpu.codes.unpack_elias_fano`."""
-    found: tuple[Tensor, Tensor] = _module("cpu", "codes").unpack_elias_fano(words, *columns)
-    return found
+def index_loops(words: Tensor) -> Any:
+    """The module whose loops read indices in these words faster than torch; None: torch does."""
+    is_long = words.device.type == "cpu" and words.numel() >= _FEW_WORDS and words.is_contiguous()
+    return kernel_named("cpu", "codes") if is_long and describe("cpu").kernel != "reference" else None
 
 
 def message_programs(tensor: Tensor) -> Any:
     """The module whose programs write and read whole messages on this tensor's device; None: torch does."""
     has_programs = tensor.device.type == "cuda" and describe("cuda").kernel != "reference"
-    return _module("cuda", "codes") if has_programs else None
+    return kernel_named("cuda", "codes") if has_programs else None
 
 
 def block_programs(tensor: Tensor, code: str, dtype: torch.dtype) -> Any:
     """The module whose programs code these values in blocks; None: torch does."""
     is_known = code in ("4bit", "2bit", "sign") and dtype in _RESIDUAL_DTYPES and tensor.numel() > 0
     has_programs = is_known and tensor.device.type == "cuda" and describe("cuda").kernel != "reference"
-    return _module("cuda", "blocks") if has_programs else None
+    return kernel_named("cuda", "blocks") if has_programs else None
 
 
 def add_in_rank_order_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> None:
@@ -127,15 +114,9 @@ def _add_in_rank_order_(
 def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
     """sum_n w_n x_n, from zero, in rank order: see `reference.sums.sum_dense_in_rank_order`."""
     has_numpy = rows.device.type == "cpu" and _is_small(rows) and _wanted() != "reference"
-    kernel = _module("cpu" if has_numpy else "reference", "sums")
+    kernel = kernel_named("cpu" if has_numpy else "reference", "sums")
     total: Tensor = kernel.sum_dense_in_rank_order(rows, weights)
     return total
-
-
-@cache
-def _module(kernel: str, operation: str) -> Any:
-    """Each kernel has a file of the same name for the same operation."""
-    return import_module(f"regtopk.kernels.{kernel}.{operation}")
 
 
 def _is_small(vector: Tensor) -> bool:
@@ -192,12 +173,8 @@ def _describe_type(device: str) -> KernelChoice:
 @cache
 def _notice(reason: str) -> None:
     """Log once why the slow path is taken: a warning on rank 0, and for debugging on the other ranks."""
-    level = logging.WARNING if _rank() == 0 else logging.DEBUG
-    _log.log(level, "regtopk selects with plain torch operations, which is slower: %s", reason)
-
-
-def _rank() -> int:
-    """This process's rank, as far as torch or its launcher tell; else 0."""
+    rank = int(os.environ.get("RANK", "0"))  # as the launcher tells it
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
+        rank = torch.distributed.get_rank()
+    level = logging.WARNING if rank == 0 else logging.DEBUG
+    _log.log(level, "regtopk selects with plain torch operations, which is slower: %s", reason)

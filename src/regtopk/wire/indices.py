@@ -54,10 +54,11 @@ def unpack_indices(
     """
     middle = start + layout.field_words
     end = middle + num_words(layout.unary_bits)
-    if index_code == "elias-fano" and words.dim() == 2 and kernels.unpacks(words):  # one compiled loop
+    is_one_loop = index_code == "elias-fano" and words.dim() == 2
+    if is_one_loop and (loops := kernels.index_loops(words)) is not None:
         inside = _words_inside(words, middle, layout.unary_bits)
         sizes = layout.width, layout.field_words, inside, layout.is_bitmap
-        indices, is_sound = kernels.unpack_elias_fano(words, start, count, *sizes, numel, capacity)
+        indices, is_sound = loops.unpack_elias_fano(words, start, count, *sizes, numel, capacity)
         return indices, is_sound, end
     place = torch.arange(capacity, device=words.device)
     is_valid = place < count.unsqueeze(-1)

@@ -119,10 +119,8 @@ def test_bad_words_are_refused(label: str, message: str) -> None:
 def test_the_method_whose_bytes_others_send() -> None:
     like = Method.parse_like("topk:0.001:raw32:float32")
     assert like.label == "topk:density=0.001:index_code=raw32:value_code=float32"
-    for text, message in {
-        "topk:0.1": "like must be NAME:DENSITY",
-        "topk:x:raw32:float32": "density .*'x'",
-    }.items():
+    refused = {"topk:0.1": "like must be NAME:DENSITY", "topk:x:raw32:float32": "density .*'x'"}
+    for text, message in refused.items():
         with pytest.raises(ArgumentError, match=message):
             Method.parse_like(text)
 
@@ -148,7 +146,6 @@ def test_values_take_the_type_of_the_default() -> None:
         ("fig2", "densities=0.4,1.5", "density .* got 1.5"),
         ("fig2", "densities=0.4,0.4", r"densities must be different and at least one, got \(0.4, 0.4\)"),
         ("fig2", "device=tpu", "device must be cpu or cuda, got 'tpu'"),
-        ("fig2", "seeds=5-3", "seeds must be a number, or different ones like 3,4,5 or 2-6, got '5-3'"),
         ("scaling", "slope=nan", "slope .* got nan"),
         ("scaling", "curvature=-1", "curvature .* got -1.0"),
     ],
@@ -166,7 +163,7 @@ def test_seeds_are_a_number_or_a_list(text: str, seeds: list[int]) -> None:
     assert parse_seeds(text) == seeds and parse_seeds(format_seeds(seeds)) == seeds
 
 
-@pytest.mark.parametrize("text", ["", "0", "x", "3,3", "6-2", "-1", "1,-2"])
+@pytest.mark.parametrize("text", ["", "0", "x", "3,3", "5-3", "-1", "1,-2"])
 def test_other_seeds_are_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="seeds"):
         parse_seeds(text)

@@ -168,12 +168,8 @@ def test_a_table_then_the_answer_and_what_it_rests_on() -> None:
     assert out.startswith("Planned for CPUs (the costs in costs.json). Work has costs measured on cpu with ")
     assert names[0] == "density" and names[3] == "dense"
     assert names.count("regtopk") == names.count("dense") == 1
-    said = [
-        "Compression pays for SGD with 4 workers",
-        "it pays, above it does not.",
-        "Paste, on every rank: ",
-    ]
-    said += ["Assumed: latency 50 µs", "How sure: ", "Use none of it "]
+    said = ["Compression pays for SGD with 4 workers", "it pays, above it does not."]
+    said += ["Paste, on every rank: ", "Assumed: latency 50 µs", "How sure: ", "Use none of it "]
     places = [out.index(each) for each in said]
     assert places[0] > 0 and places == sorted(places)
 
@@ -197,10 +193,8 @@ def test_without_a_gpu_large_models_have_the_recorded_costs_of_one(
     found = plan("--params", params, *LINK, *words.split(), "--bandwidth", "400 Gbit/s")
     assert found["pays"] is False and found["best"]["name"] == "dense"
     code, _, err = invoke("--params", params, *LINK, "--device", "cuda", "--recalibrate")
-    assert (code, err.splitlines()[-1]) == (
-        2,
-        "regtopk: device must be cpu where torch finds no GPU, got 'cuda'",
-    )
+    refused = "regtopk: device must be cpu where torch finds no GPU, got 'cuda'"
+    assert (code, err.splitlines()[-1]) == (2, refused)
 
 
 def test_no_claim_is_made_for_links_that_are_not_predicted() -> None:

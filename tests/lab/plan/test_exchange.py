@@ -99,9 +99,8 @@ def test_imputation_tells_who_sent_each_entry_of_a_split_sum() -> None:
 @pytest.mark.parametrize("name", ["dense", "dense:sum_code=2bit", "consensus:sum_code=4bit"])
 def test_sums_come_back_in_their_code(name: str) -> None:
     method, numel = PlannedMethod(name, 0.05, "2bit"), 2**16
-    planned_bytes = sum(
-        m.sent_bytes for a in answers_of(method, round(0.05 * numel), numel, 8) for m in a.moves
-    )
+    answers = answers_of(method, round(0.05 * numel), numel, 8)
+    planned_bytes = sum(move.sent_bytes for answer in answers for move in answer.moves)
     cluster = Cluster(Method.parse(name).build(density=0.05, value_code="2bit"), num_workers=8)
     cluster.step(torch.randn(8, numel, generator=torch.Generator().manual_seed(0)))
     counted = float(cluster.last_step.received_bytes.double().mean())

@@ -40,9 +40,7 @@ def test_numbers_with_units(name: str, number: float) -> None:
         assert READ[name][0](text) == pytest.approx(number), text
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [(name, text) for name in READ for text in NONSENSE[name].split("|")]
-)
+@pytest.mark.parametrize(("name", "text"), [(x, text) for x in READ for text in NONSENSE[x].split("|")])
 def test_nonsense(name: str, text: str) -> None:
     parse, rule = READ[name]
     with pytest.raises(ArgumentError, match=f"{re.escape(rule)}.*, got {re.escape(repr(text))}"):

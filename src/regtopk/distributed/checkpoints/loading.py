@@ -117,7 +117,7 @@ class Loading:
             norms = [w * norm for w, norm in zip(facts.weights[name], facts.norms[name], strict=True)]
             lost = sum(norms[rank] for rank in self._lost)
             share = lost / sum(norms) if lost else 0.0
-            exchange._lose(lost)
+            exchange._steps.ledger.lose(lost)
             self.told.append(
                 f"{name} goes on without the parts of ranks {self._lost}: the weighted norms of what they "
                 f"had not sent add up to {lost:.4g}, {100 * share:.1f} % of those of all ranks"

@@ -34,11 +34,6 @@ class Manifest:
     meshes: dict[str, Any]  # by name of what is sharded: its meshes and placements
     shared: list[str]  # the names of what all ranks have the same
 
-    @property
-    def place(self) -> tuple[int, str, int]:
-        """Which part of which save it is."""
-        return self.step, self.run, self.rank
-
     def to_json(self) -> bytes:
         """The words of the file."""
         facts = {"format": FORMAT, **vars(self)}
@@ -66,7 +61,7 @@ class Manifest:
 
 def read_manifest(path: Path, step: int, run: str) -> Manifest:
     """The manifest in a file of a save; refuses a part that cannot be used, or is of another save."""
-    found, place = None, (step, run, int(path.stem.removeprefix("rank-")))
+    found, rank = None, int(path.stem.removeprefix("rank-"))
     try:
         facts = json.loads(path.read_bytes())
         is_whole = facts.pop("checksum", None) == _checksum(facts)
@@ -80,8 +75,8 @@ def read_manifest(path: Path, step: int, run: str) -> Manifest:
         raise OtherFormatError(f"{path.name} is of format {found}, this version of regtopk reads {FORMAT}")
     if not is_whole:
         raise StateError(f"{path.name} is damaged")
-    if manifest.place != place:
-        theirs = "rank {2} at step {0} of run {1}".format(*manifest.place)
+    if (manifest.step, manifest.run, manifest.rank) != (step, run, rank):
+        theirs = f"rank {manifest.rank} at step {manifest.step} of run {manifest.run}"
         raise StateError(f"{path.name} is of another save: of {theirs}")
     for name, size in sizes.items():
         file = path.with_name(name)

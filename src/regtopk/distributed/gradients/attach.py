@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.gradients.ddp import SparseHookState, attach_to_ddp
+from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
 from regtopk.distributed.state.parameters import Parameters, is_fsdp, is_fsdp2, uncompiled
@@ -20,6 +20,7 @@ from regtopk.distributed.steps.attached import refuse_updates, watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, is_one_process
+from regtopk.errors import ClusterError
 
 _log = logging.getLogger("regtopk")
 
@@ -102,7 +103,7 @@ def attach(
         OracleError: the algorithm asks what only a simulator can answer.
     """
     checked = Options(grad_scaler=grad_scaler, **options)
-    inner = uncompiled(model)
+    inner: Any = uncompiled(model)
     if isinstance(inner, nn.Module):
         refuse_updates(inner)
         watch_optimizer(inner, algorithm, optimizer)
@@ -111,4 +112,13 @@ def attach(
         is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
         if not is_wrapped and is_one_process():
             return OneProcess(inner, algorithm, checked)
-    return attach_to_ddp(model, algorithm, checked)
+    state = SparseHookState(inner, algorithm, **vars(checked))  # which refuses all but DDP
+    try:
+        inner.register_comm_hook(state, sparse_hook)
+    except RuntimeError as error:
+        state.close()
+        raise ClusterError(
+            "attach must be called once, for a model without another communication hook (after detach(), "
+            f"wrap the network in a new DistributedDataParallel): {error}"
+        ) from error
+    return state

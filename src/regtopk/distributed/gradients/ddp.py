@@ -101,25 +101,16 @@ class SparseHookState(ExchangeBase):
             self._steps.parameters.check()
 
     def _finish_backward(self) -> None:
-        """When DDP has handed out the gradients: give what it dropped."""
-        if self._may_drop:
-            _give_dropped(self._steps.parameters.named, self._grads)
+        """DDP drops what a hook returns for a parameter that no rank used: hand it over, if anything came."""
+        parameters, aggregates = self._steps.parameters.named, self._grads if self._may_drop else {}
         self._grads, self._arrived = {}, []
-
-
-def attach_to_ddp(model: object, algorithm: Algorithm[Any], options: Options) -> SparseHookState:
-    """Register the hook: see `regtopk.attach`."""
-    ddp = _wrapped(model)
-    state = SparseHookState(ddp, algorithm, **vars(options))
-    try:
-        ddp.register_comm_hook(state, sparse_hook)
-    except RuntimeError as error:
-        state.close()
-        raise ClusterError(
-            "attach must be called once, for a model without another communication hook (after detach(), "
-            f"wrap the network in a new DistributedDataParallel): {error}"
-        ) from error
-    return state
+        dropped = [name for name in aggregates if parameters[name].grad is None]
+        for name in aggregates.keys() - dropped:  # zeroed but not set to None; what DDP wrote stays as it is
+            parameters[name].grad.copy_(aggregates[name])  # type: ignore[union-attr]
+        if dropped:
+            have_come = torch.stack([aggregates[name].any() for name in dropped]).tolist()  # one wait for all
+            for name in (name for name, came in zip(dropped, have_come, strict=True) if came):
+                parameters[name].grad = aggregates[name].clone()
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
@@ -145,14 +136,3 @@ def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]
     assert work is not None
     mean: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return mean
-
-
-def _give_dropped(parameters: dict[str, nn.Parameter], aggregates: dict[str, Tensor]) -> None:
-    """DDP drops what a hook returns for a parameter that no rank used: hand it over, if anything came."""
-    dropped = [name for name in aggregates if parameters[name].grad is None]
-    for name in aggregates.keys() - dropped:  # zeroed but not set to None; what DDP wrote stays as it is
-        parameters[name].grad.copy_(aggregates[name])  # type: ignore[union-attr]
-    if dropped:
-        have_come = torch.stack([aggregates[name].any() for name in dropped]).tolist()  # one wait for all
-        for name in (name for name, came in zip(dropped, have_come, strict=True) if came):
-            parameters[name].grad = aggregates[name].clone()

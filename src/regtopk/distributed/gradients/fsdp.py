@@ -145,8 +145,8 @@ class ShardedHookState(ExchangeBase):
                 torch._foreach_add_([grad for *_, grad in pieces], parts)
         # no part may make a step alone: also gradients of units that did not arrive become NaN
         everything = [grad for mine in grads.values() for _, grad in mine]
-        if step.is_spoilt is not None:
-            kernels.overwrite_if_(step.is_spoilt, everything, math.nan)
+        if step.agreement.is_spoilt is not None:
+            kernels.overwrite_if_(step.agreement.is_spoilt, everything, math.nan)
         elif not step.is_finite:
             torch._foreach_mul_(everything, math.nan)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -90,25 +90,18 @@ class Bucket:
             setattr(self.state, field, saved.to(device=new.device, dtype=new.dtype, copy=True))
 
 
+@dataclass(eq=False)
 class Buckets:
-    """All buckets of an exchange, in the order they are exchanged.
+    """All buckets of an exchange, in the order they are exchanged."""
 
-    Parameters that are `skipped` go dense. `parts` are those that are exchanged together; empty: all of them.
-    """
+    parameters: Parameters
+    skipped: frozenset[str]  # the names of those that go dense
+    algorithm: Algorithm[Any]
+    rank: Rank
+    parts: InitVar[Sequence[Names]]  # those that are exchanged together; empty: all of them
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        skipped: frozenset[str],
-        algorithm: Algorithm[Any],
-        rank: Rank,
-        parts: Sequence[Names],
-    ) -> None:
-        self.parameters = parameters
-        self.skipped = skipped
-        self.algorithm = algorithm
-        self.rank = rank
-        together = parts or [tuple(parameters.named)]
+    def __post_init__(self, parts: Sequence[Names]) -> None:
+        together = parts or [tuple(self.parameters.named)]
         self.all = [self.make(part) for names in together for part in self.cut(names)]
 
     def cut(self, names: Names) -> list[Names]:

@@ -26,7 +26,7 @@ class Parameters:
         self._ignored = frozenset(ignored)
         if self._module is not None and not self.takes_dtensors:
             _refuse_modules(self._module)
-        self.whole = _trainable(source, self._ignored, self.takes_dtensors)
+        self.whole = self._trainable(source)
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.kinds = {} if self._module is None else layer_kinds(self._module)
 
@@ -69,6 +69,32 @@ class Parameters:
                     f"parameter {name!r} must keep requiring a gradient: to freeze it, make a new exchange"
                 )
 
+    def _trainable(self, source: nn.Module | NamedParameters) -> dict[str, nn.Parameter]:
+        named: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for name, p in named_pairs(source):
+            if not p.requires_grad or name in self._ignored:
+                continue
+            if name in named or id(p) in seen:
+                raise ArgumentError(f"parameters must be given once each, got {name!r} again")
+            if is_dtensor(p) and not self.takes_dtensors:
+                raise ClusterError(
+                    f"parameter {name!r} must be a plain tensor, got a DTensor: hand over the whole model, "
+                    "sharded by fully_shard (FSDP2), to regtopk.attach or regtopk.UpdateExchange"
+                )
+            if not p.is_floating_point():
+                raise ClusterError(f"parameter {name!r} must be real, got {p.dtype}")
+            if p.itemsize < 2:  # float8, which torch cannot add to anything
+                raise ClusterError(f"parameter {name!r} must have a dtype of 16 bits or more, got {p.dtype}")
+            seen.add(id(p))
+            named[name] = p
+        if not named:
+            raise ArgumentError("parameters must hold at least one that requires a gradient, got none")
+        devices = {p.device for p in named.values()}
+        if len(devices) > 1:
+            raise ClusterError(f"parameters must be on one device, got {sorted(map(str, devices))}")
+        return named
+
 
 def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) pairs of what a user gave."""
@@ -81,35 +107,6 @@ def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Param
             raise ArgumentError(f"parameters must be {rule}, got {type(each).__name__}")
         pairs.append(pair)
     return pairs
-
-
-def _trainable(
-    source: nn.Module | NamedParameters, ignored: frozenset[str], takes_dtensors: bool
-) -> dict[str, nn.Parameter]:
-    named: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    for name, p in named_pairs(source):
-        if not p.requires_grad or name in ignored:
-            continue
-        if name in named or id(p) in seen:
-            raise ArgumentError(f"parameters must be given once each, got {name!r} again")
-        if is_dtensor(p) and not takes_dtensors:
-            raise ClusterError(
-                f"parameter {name!r} must be a plain tensor, got a DTensor: hand over the whole model, "
-                "sharded by fully_shard (FSDP2), to regtopk.attach or regtopk.UpdateExchange"
-            )
-        if not p.is_floating_point():
-            raise ClusterError(f"parameter {name!r} must be real, got {p.dtype}")
-        if p.itemsize < 2:  # float8, which torch cannot add to anything
-            raise ClusterError(f"parameter {name!r} must have a dtype of 16 bits or more, got {p.dtype}")
-        seen.add(id(p))
-        named[name] = p
-    if not named:
-        raise ArgumentError("parameters must hold at least one that requires a gradient, got none")
-    devices = {p.device for p in named.values()}
-    if len(devices) > 1:
-        raise ClusterError(f"parameters must be on one device, got {sorted(map(str, devices))}")
-    return named
 
 
 def _refuse_modules(module: nn.Module) -> None:

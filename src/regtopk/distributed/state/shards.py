@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.distributed.state.parameters import (
     NamedParameters,
     Parameters,
     is_dtensor,
+    is_fsdp,
     is_fsdp2,
     named_pairs,
     refuse_meta,
+    uncompiled,
 )
 from regtopk.distributed.transport.collectives import EXAMPLE, Collectives, group_or_default
 from regtopk.errors import ArgumentError, ClusterError
@@ -98,9 +101,27 @@ class ShardedParameters(Parameters):
         return [] if self._module is None else units_by_name(self._module)
 
 
-def is_sharded(pairs: Iterable[tuple[str, Tensor]]) -> bool:
-    """Whether there is a DTensor among them."""
-    return any(is_dtensor(p) for _, p in pairs)
+def is_sharded(source: nn.Module | NamedParameters) -> bool:
+    """Whether it has DTensors, or units of fully_shard, which may show whole parameters."""
+    has_units = isinstance(source, nn.Module) and bool(units_by_name(source))
+    return has_units or any(is_dtensor(p) for _, p in named_pairs(source))
+
+
+def plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:
+    """The module without torch.compile around it, or pairs; a wrapped model is refused."""
+    inner = uncompiled(source)
+    if not isinstance(inner, nn.Module):
+        return named_pairs(source)
+    for part in inner.modules():
+        if isinstance(part, DistributedDataParallel):
+            raise ClusterError(
+                "model must be plain, got a DistributedDataParallel, which averages gradients in every "
+                "backward: hand over the module inside it, or exchange gradients by regtopk.attach"
+            )
+        if is_fsdp(part) and not is_fsdp2(part):
+            raise ClusterError(f"model must be plain or of fully_shard (FSDP2), got {type(part).__name__}")
+    refuse_hooks(inner)
+    return inner
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ArgumentError, ClusterError
 
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
-_watched: "WeakKeyDictionary[nn.Module, Algorithm[Any]]" = (
-    WeakKeyDictionary()
-)  # whose optimizer is not known yet
+# models whose optimizer is not known yet
+_watched: "WeakKeyDictionary[nn.Module, Algorithm[Any]]" = WeakKeyDictionary()
 _log = logging.getLogger("regtopk")
 _WITHOUT_PULSES = ("dense", "ef21")  # algorithms whose aggregate has every entry in every step
 

@@ -180,10 +180,6 @@ class ExchangeBase(Counted):
     def _go_on_from(self, loaded: Any) -> None:
         self._steps.go_on_from(loaded)
 
-    def _lose(self, residual: float) -> None:
-        """Count what went with lost ranks."""
-        self._steps.ledger.lose(residual)
-
     def sharded_state_dict(self) -> dict[str, Any]:
         """Of a sharded model: this rank's part of the state, for torch.distributed.checkpoint.
 

@@ -96,7 +96,9 @@ def _part(alike: Alike, places: list[int], turn: Turn) -> Part:
     algorithm, state, worker, sums = bucket.algorithm, bucket.state, bucket.worker, bucket.sums
     if len(places) > 1:
         rows = alike.rows_of([turn.buckets[place] for place in places])
-        flat = as_rows([turn.flats[place] for place in places]).unsqueeze(1)
+        flats = [turn.flats[place] for place in places]
+        whole = as_flat(flats, flats[0].dtype)  # without a copy if they lie one after another in memory
+        flat = torch.stack(flats).unsqueeze(1) if whole is None else whole.view(len(flats), 1, -1)
         state, worker, sums = rows.state(), rows.worker, rows.sums
     elif turn.is_dense:
         algorithm = Dense()
@@ -168,9 +170,3 @@ def _give_back(states: list[State], kept: list[dict[str, Tensor]], is_bad: Tenso
                 pairs.append((new, old))
     if is_bad is not None:
         kernels.overwrite_if_(is_bad, [new for new, _ in pairs], [old for _, old in pairs])
-
-
-def as_rows(vectors: list[Tensor]) -> Tensor:
-    """Vectors of one length as rows, (U, J); without a copy if they lie one after another in memory."""
-    flat = as_flat(vectors, vectors[0].dtype)
-    return torch.stack(vectors) if flat is None else flat.view(len(vectors), -1)

@@ -73,11 +73,6 @@ class Step:
         """Whether no rank had a NaN or inf, as far as the host knows."""
         return self.agreement.is_finite
 
-    @property
-    def is_spoilt(self) -> Tensor | None:
-        """(), on the device: whether the step does not count, if the host does not know yet."""
-        return self.agreement.is_spoilt
-
     def exchange(self, write: layout.Write) -> None:
         """Turn the vectors into the aggregate, or into NaN if some rank's are not finite, and write it."""
         rank, scaler = self.steps.rank, self.steps._options.grad_scaler
@@ -213,7 +208,7 @@ class Steps:
             num_dense: how many all_reduces of a dense run the step stands for.
             tokens: how many this rank's vectors were learned from, where they are weighed by that.
             may_go_on: whether the host may go on without the answers, where collectives run on the device.
-                Then `step.is_spoilt` tells there whether the step counts; `settle` tells the host.
+                Then `agreement.is_spoilt` tells there whether the step counts; `settle` tells the host.
             can_be_taken_back: keep a copy of the state, for `step.take_back()` and for failures.
         """
         buckets = self.buckets.all if buckets is None else buckets

@@ -8,30 +8,20 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from regtopk import kernels
 from regtopk.core.options import check_choice
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import flat_dtype
-from regtopk.distributed.state.parameters import (
-    NamedParameters,
-    Parameters,
-    is_fsdp,
-    is_fsdp2,
-    named_pairs,
-    refuse_meta,
-    uncompiled,
-)
+from regtopk.distributed.state.parameters import NamedParameters, Parameters, named_pairs, refuse_meta
 from regtopk.distributed.state.saved_shards import Piece, Sharding
-from regtopk.distributed.state.shards import ShardedParameters, is_sharded, local, refuse_hooks
+from regtopk.distributed.state.shards import ShardedParameters, is_sharded, local, plain
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
 from regtopk.distributed.updates.inner import Inner, InnerOptimizers
 from regtopk.distributed.updates.notices import LoadNotice, ReadNotice
-from regtopk.errors import ClusterError
 from regtopk.rounds import cut_evenly
 
 Anchors = Literal["device", "cpu"]
@@ -57,10 +47,9 @@ class LocalModel:
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         check_choice("anchors", anchors, get_args(Anchors))
-        source = _plain(source)
+        source = plain(source)
         self._module = source if isinstance(source, nn.Module) else None
-        has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False
-        self.is_sharded = has_units or is_sharded(named_pairs(source))  # units may show whole parameters
+        self.is_sharded = is_sharded(source)
         self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
         self.inner = InnerOptimizers(optimizer, self.parameters.whole, grad_scaler)
         named = self.parameters.named
@@ -203,20 +192,3 @@ class LocalModel:
 
 def _described(tensors: dict[str, Any]) -> list[tuple[str, tuple[int, ...], str]]:
     return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-
-
-def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:
-    """The module without torch.compile around it, or pairs; a wrapped model is refused."""
-    inner = uncompiled(source)
-    if not isinstance(inner, nn.Module):
-        return named_pairs(source)
-    for part in inner.modules():
-        if isinstance(part, DistributedDataParallel):
-            raise ClusterError(
-                "model must be plain, got a DistributedDataParallel, which averages gradients in every "
-                "backward: hand over the module inside it, or exchange gradients by regtopk.attach"
-            )
-        if is_fsdp(part) and not is_fsdp2(part):
-            raise ClusterError(f"model must be plain or of fully_shard (FSDP2), got {type(part).__name__}")
-    refuse_hooks(inner)
-    return inner

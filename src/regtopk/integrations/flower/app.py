@@ -20,21 +20,19 @@ from urllib.parse import quote
 import torch
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.errors import ClusterError, MissingExtraError, RegtopkError, StateError
+from regtopk.errors import ClusterError, RegtopkError, StateError, importing
 from regtopk.integrations.flower.client import Client, check_algorithm
 from regtopk.integrations.flower.messages import Accepted, Instruction, Model, PastRound, Reply
 from regtopk.integrations.flower.server import Server, Skip, is_statistic
 
-try:
+with importing(
+    "the Flower integration needs flwr 1.41 or later: pip install 'regtopk[flower]', "
+    "with Python 3.11 or later"
+):
     from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import FedAvg
     from flwr.supercore import log
-except ImportError as error:
-    raise MissingExtraError(
-        "the Flower integration needs flwr 1.41 or later: pip install 'regtopk[flower]', "
-        "with Python 3.11 or later"
-    ) from error
 
 NOTE = "regtopk"  # the record beside the arrays
 FRAMES = "regtopk.frames"  # the array that holds frames, one after another

@@ -72,16 +72,12 @@ def styles_of_run(run: Run) -> dict[str, Style]:
     if not config.get("like"):
         return styles_of(methods, summary.get("base"))
     if summary.get("metric") == "accuracy":
-        left_out = {r["method"] for r in summary["results"]} - best_lr_of(run)
+        # where several differ in lr only, the base or else the best of them
+        results = sorted(summary["results"], key=lambda r: (r["method"] == summary.get("base"), r["mean"]))
+        drawn = {Method.read(r["method"]).without("lr"): r["method"] for r in results}.values()
+        left_out = {r["method"] for r in results}.difference(drawn)
         methods = [method for method in methods if method not in left_out]
     return styles_of(methods, summary.get("base"), config.get("value_code", ""))
-
-
-def best_lr_of(run: Run) -> set[str]:
-    """The methods to draw: where several differ in lr only, the base or else the best of them."""
-    base = run.summary.get("base")
-    results = sorted(run.summary["results"], key=lambda r: (r["method"] == base, r["mean"]))
-    return set({Method.read(r["method"]).without("lr"): r["method"] for r in results}.values())
 
 
 def drawings_of(run: Run) -> list[Drawing]:

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from regtopk.errors import MissingExtraError
+from regtopk.errors import importing
 from regtopk.lab.report.figure import draw_files, draw_inline, drawings_of, legend_of, styles_of_run
 from regtopk.lab.report.style import GRID, INK, Style, columns_of, format_number, label_of
 from regtopk.lab.runs import Run, parts_of, read_header, read_run, reading_from, writing_to
@@ -31,20 +31,16 @@ def write_report(folder: Path) -> Path:
     """
     header = read_header(folder)
     parts = parts_of(folder, header)
-    try:
-        with reading_from(folder, "drawn"):
-            runs = [read_run(part) for part in parts or [folder]]
-            for run in runs:
-                with writing_to(run.folder):
-                    draw_files(run, run.folder / FIGURE_PNG, run.folder / FIGURE_SVG)
-                    (run.folder / PAGE).write_text(_page(run.header, [run]), encoding="utf-8")
-            if parts:
-                with writing_to(folder):
-                    (folder / PAGE).write_text(_page(header, runs), encoding="utf-8")
-    except ImportError as error:
-        raise MissingExtraError(
-            "figures need matplotlib: pip install 'regtopk[plots]', then regtopk report DIR"
-        ) from error
+    advice = "figures need matplotlib: pip install 'regtopk[plots]', then regtopk report DIR"
+    with importing(advice), reading_from(folder, "drawn"):
+        runs = [read_run(part) for part in parts or [folder]]
+        for run in runs:
+            with writing_to(run.folder):
+                draw_files(run, run.folder / FIGURE_PNG, run.folder / FIGURE_SVG)
+                (run.folder / PAGE).write_text(_page(run.header, [run]), encoding="utf-8")
+        if parts:
+            with writing_to(folder):
+                (folder / PAGE).write_text(_page(header, runs), encoding="utf-8")
     return folder / PAGE
 
 

@@ -23,19 +23,14 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"algorithms": "topk,dense:lr=0.1"},
-            "algorithms must not include dense, which is always there, got",
-        ),
+        ({"algorithms": "topk,dense:lr=0.1"}, "algorithms must not include dense, which is always there"),
         ({"densities": (0.1, 0.2)}, r"lr and density must be one number each, got \(0.4,\), \(0.1, 0.2\)"),
         ({"collective": "ring"}, "collective must be one of auto, all_gather, split, got 'ring'"),
         ({"task": "toy"}, "task must be one of digits, gpt, got 'toy'"),
         ({"split": "sorted"}, "split is a setting of regtopk compare alone, got 'sorted'"),
         ({"like": "topk:0.1:raw32:float32"}, "like is a setting of regtopk compare alone"),
         ({"data": "text.txt"}, "data must be empty for digits, which scikit-learn has, got 'text.txt'"),
-        ({"num_workers": 1}, "num_workers must be an integer of at least 2, got 1"),
         ({"batch_size": 719}, "batch_size must be at most 718 for 1437 digits, got 719"),
-        ({"task": "gpt", "width": 100}, "width .* got 100"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -93,9 +88,8 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
     assert curves["dense"] == curves["regtopk"] != curves["topk:density=0.01"]
     losses = [loss for _, loss, _ in curves["dense"]]
     assert all(loss[0] != loss[1] for loss in losses) and max(losses[-1]) < min(losses[0])
-    message = full_message_bytes(
-        NUMEL, NUMEL, dtype=torch.float32, value_code="float32", index_code="elias-fano"
-    )
+    codes = {"value_code": "float32", "index_code": "elias-fano"}
+    message = full_message_bytes(NUMEL, NUMEL, dtype=torch.float32, **codes)
     of_a_step = {"dense": 4 * NUMEL, "regtopk": message}
     for r in [r for r in records if r["method"] in of_a_step]:
         assert r["sent_bytes"] == r["step"] * of_a_step[r["method"]]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regtopk.errors import MissingExtraError
+from regtopk.errors import importing
 from regtopk.lab.experiments.data.files import FILES, GPT2_FILES, data_folder, read_public, write_file
 from regtopk.lab.experiments.data.images import reading
 
@@ -42,10 +42,8 @@ def gpt2_tokens(text_sha256: str, read_parts: Callable[[], Sequence[str]]) -> tu
 
 def _encoded(parts: Sequence[str]) -> dict[str, Any]:
     """The arrays of a file of tokens."""
-    try:
+    with importing("tokens of GPT-2 need tokenizers: pip install 'regtopk[text]'"):
         from tokenizers import Tokenizer, models, pre_tokenizers
-    except ImportError as error:
-        raise MissingExtraError("tokens of GPT-2 need tokenizers: pip install 'regtopk[text]'") from error
     vocabulary, merges = (read_public(name).decode("utf-8") for name in GPT2_FILES)
     numbers: dict[str, int] = json.loads(vocabulary)
     lines = merges.strip().splitlines()[1:]  # after one with the version

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.options import check_choice
-from regtopk.errors import ArgumentError, MissingExtraError
+from regtopk.errors import ArgumentError, importing
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 FASHION_COUNTS = {"train": 60_000, "t10k": 10_000}
@@ -58,10 +58,8 @@ def load_digits(path: Path | None) -> Images:
     """scikit-learn's digits: 1,797 images of 8 x 8, the last 360 of a fixed shuffle for the test."""
     if path is not None:
         raise ArgumentError(f"digits come with scikit-learn and take no data, got '{path}'")
-    try:
+    with importing("digits need scikit-learn: pip install 'regtopk[experiments]'"):
         from sklearn import datasets
-    except ImportError as error:
-        raise MissingExtraError("digits need scikit-learn: pip install 'regtopk[experiments]'") from error
     x, y = datasets.load_digits(return_X_y=True)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     images = (torch.tensor(x, dtype=torch.float32) / 16)[order]
@@ -127,10 +125,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _read_packed(path: Path, split: str) -> tuple[Any, Any]:
     """All image files one after another, with offsets and labels: decoded here, once."""
-    try:
+    with importing("image files need Pillow: pip install 'regtopk[experiments]'"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("image files need Pillow: pip install 'regtopk[experiments]'") from error
     with path.open("rb") as file:
         packed = np.load(file)
         files, offsets, labels = (packed[f"{split}_{part}"] for part in ("jpeg", "offsets", "labels"))

@@ -87,12 +87,6 @@ class Gpt(DeepTask):
         num_layers=6, width=256, context=128,
     )  # fmt: skip
 
-    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
-        super().__init__(config, seeds, examples)
-        self._bytes_per_target: float | None = None  # in the test
-        if examples.token_bytes is not None:
-            self._bytes_per_target = float(examples.token_bytes[examples.test_targets].double().mean())
-
     @classmethod
     def check(cls, config: TaskSettings) -> None:
         """Refuse tokens that are not there, and sizes that make no network."""
@@ -109,17 +103,19 @@ class Gpt(DeepTask):
         window = config.context + 1
         path = Path(config.data) if config.data else None
         examples = of_text(load_text(path, tokens=config.tokens, window=window), config.device, window)
-        names = ("test", "test_targets", "validation", "validation_targets")
-        parts = {name: getattr(examples, name) for name in names}
-        thinned: dict[str, Any] = {name: _thinned(part) for name, part in parts.items() if part is not None}
+        thinned: dict[str, Any] = {}
+        for name in ("test", "test_targets", "validation", "validation_targets"):
+            if (part := getattr(examples, name)) is not None:  # at most MOST_TESTED windows, evenly spread
+                thinned[name] = part[:: -(-len(part) // MOST_TESTED)].contiguous()
         return examples._replace(**thinned)
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The test loss, also in bits per byte where bytes are counted, and what is guessed right."""
         qualities = super().evaluate(models)
-        if self._bytes_per_target is not None:
+        if (token_bytes := self.examples.token_bytes) is not None:
+            bytes_per_target = float(token_bytes[self.examples.test_targets].double().mean())
             for quality in qualities:
-                quality["bits_per_byte"] = quality["test_loss"] / self._bytes_per_target / math.log(2)
+                quality["bits_per_byte"] = quality["test_loss"] / bytes_per_target / math.log(2)
         return qualities
 
     @classmethod
@@ -127,11 +123,6 @@ class Gpt(DeepTask):
         """With GPT-2's initialisation."""
         num_heads = max(1, config.width // HEAD)
         return GPT(examples.num_classes, config.context, config.width, config.num_layers, num_heads)
-
-
-def _thinned(part: Tensor) -> Tensor:
-    """At most `MOST_TESTED` windows, evenly spread."""
-    return part[:: -(-len(part) // MOST_TESTED)].contiguous()
 
 
 class ImageNetwork(DeepTask):
