@@ -1,10 +1,10 @@
 """Does `regtopk plan` say what was measured on a GPU? Predictions beside the records of two benchmarks.
 
-exchange-cuda.json (benchmarks/exchange.py) has whole exchanges of one rank, collectives left out.
-fsdp-step-cuda.json (benchmarks/fsdp_step.py) has steps of a GPT; the planner is told the step without a hook.
+exchange-cuda*.json (benchmarks/exchange.py) have whole exchanges of one rank, collectives left out.
+fsdp-step-cuda*.json (benchmarks/fsdp_step.py) have steps of a GPT, told the planner without a hook.
 There "2 x 1" are two processes that share the GPU and talk by gloo, which is not what is planned for GPUs.
-Costs are those that the package has of a GPU (benchmarks/gpu_costs.py says how far they come from the same
-records), or another file's.
+Costs are those that the package has of a GPU, or another file's. They come in part from the records that are
+not named "again" or by a code (benchmarks/gpu_costs.py); the others are newer.
 
     python -m benchmarks.gpu_against_plan [--calibration FILE] [--results FOLDER]
 """
@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,15 +62,18 @@ def square_layers(numel: int) -> Workload:
 def exchanges(record: dict[str, Any], costs: Calibration) -> Iterator[Row]:
     """Of benchmarks/exchange.py."""
     words = record["command"].split()
-    density, num_workers = (float(words[words.index(f"--{name}") + 1]) for name in ("density", "workers"))
+    told = dict(pairwise(words))
+    density, num_workers = float(told["--density"]), int(told["--workers"])
+    code = told.get("--value-code", "float32")
     for row in record["results"]:
         algorithm, _, kind = row["exchange"].partition(", ")
         method = POWERSGD
         if kind:
             rounds = UPDATES if kind == "updates" else GRADIENTS
-            method = PlannedMethod(NAMES[algorithm], density, "float32", rounds)
-        predicted_s = work_s(costs, method, square_layers(row["numel"]), int(num_workers))
-        yield Row(f"{row['exchange']}, J = {row['numel']:,}", predicted_s, row["ms"] / 1e3)
+            method = PlannedMethod(NAMES[algorithm], density, code, rounds)
+        predicted_s = work_s(costs, method, square_layers(row["numel"]), num_workers)
+        name = f"{row['exchange']}, {density:g} in {code}, J = {row['numel']:,}"
+        yield Row(name, predicted_s, row["ms"] / 1e3)
 
 
 def steps(record: dict[str, Any], costs: Calibration) -> Iterator[Row]:
@@ -86,11 +90,12 @@ def steps(record: dict[str, Any], costs: Calibration) -> Iterator[Row]:
 
 def compare(costs: Calibration, results: Path = RESULTS) -> list[Row]:
     """All rows of both."""
-    read = {
-        each: json.loads((results / f"{each}.json").read_text())
-        for each in ("exchange-cuda", "fsdp-step-cuda")
-    }
-    return [*exchanges(read["exchange-cuda"], costs), *steps(read["fsdp-step-cuda"], costs)]
+    found: list[Row] = []
+    for rows_of, names in ((exchanges, "exchange-cuda{}.json"), (steps, "fsdp-step-cuda{}.json")):
+        for kind in ("", "-again", "-4bit"):
+            if (path := results / names.format(kind)).exists():
+                found += rows_of(json.loads(path.read_text()), costs)
+    return found
 
 
 def how_near(rows: list[Row]) -> str:
