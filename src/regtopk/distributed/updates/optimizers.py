@@ -142,7 +142,7 @@ def check_saved(optimizers: Iterable[Optimizer], saved: dict[str, Any]) -> None:
 def _fields(optimizer: Optimizer, group: dict[str, Any], ndim: int) -> set[str]:
     """What one of torch's optimizers looks up of a parameter that has a state: what a first step makes."""
     kind: Any = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind or kind in _OF_ANOTHER_STEP:
+    if getattr(torch.optim, kind.__name__, None) != kind or kind in _OF_ANOTHER_STEP:
         return set()
     p = nn.Parameter(torch.zeros([1] * ndim))
     p.grad = torch.zeros_like(p)
