@@ -139,6 +139,7 @@ SEALED: dict[str, dict[str, Any]] = {
     "another rank": {"rank": 1},
     "another step": {"step": 3},
     "other format": {"format": 2},
+    "format in words": {"format": "two"},
 }
 
 
@@ -184,7 +185,7 @@ HOW = {
     "empty": "no rank has finished its part",
 }
 ADVICE = "Use the regtopk that saved them, mend them, or move them to another folder to go on without them"
-OTHER_FORMAT = "rank-0.json is of format 2, this version of regtopk reads 1"
+OTHER_FORMAT = "rank-0.json is of format {}, this version of regtopk reads 1"
 
 
 @pytest.fixture(scope="module")
@@ -267,13 +268,14 @@ def test_saves_that_cannot_be_used_stop_a_run(
         if how == "renamed":
             save.rename(folder / save.name.replace("step-", "step-1"))
         else:
-            damage(save, "other format" if how == "only the newest" else how)
+            damage(save, "format in words" if how == "only the newest" else how)
     before = contents_of(folder)
     for (kind, text), (save_kind, _) in two_ranks.run(stop, folder):
         assert kind == "StateError" and save_kind == "ArgumentError"
         assert text.startswith(f"checkpoints in {folder} cannot be used: step-")
+        found = "'two'" if how == "only the newest" else 2
         reason = "rank-0.json is of another save: of rank 0 at step 2 of run" if how == "renamed" else ""
-        assert (reason or HOW.get(how, OTHER_FORMAT)) in text
+        assert (reason or HOW.get(how, OTHER_FORMAT.format(found))) in text
         assert text.endswith(f". None was changed. {ADVICE}")
     assert contents_of(folder) == before
 

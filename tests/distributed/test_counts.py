@@ -177,22 +177,33 @@ MESSAGE = (
     "many times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK"
 )
 ADAM = (
-    "topk sends an entry rarely, as one large value, which spoils Adam's second moments: exchange updates, "
-    "by regtopk.UpdateExchange, or use torch.optim.SGD"
+    "topk sends an entry rarely, as one large value, which spoils Adam's second moments: let Adam step "
+    "before the exchange, by regtopk.UpdateExchange, or use torch.optim.SGD"
 )
 
 
-def said_of(algorithm: Any, make: Any, *, is_given: bool = False) -> list[str]:
-    """What is logged when a model is attached, and in two steps."""
+def by_hook(net: Any, algorithm: Any) -> Any:
+    state = regtopk.SparseHookState(net, algorithm)
+    net.register_comm_hook(state, regtopk.sparse_hook)
+    return state
+
+
+def by_hand(net: Any, algorithm: Any) -> Any:
+    return regtopk.Exchange(net.module.parameters(), algorithm)
+
+
+def said_of(algorithm: Any, make: Any, way: Any = regtopk.attach, *, is_given: bool = False) -> list[str]:
+    """What is logged when an exchange is made, and in two steps."""
     net = ddp()
     optimizer = make(net.parameters())
     with listening() as said:
-        with closing(regtopk.attach(net, algorithm, optimizer=optimizer if is_given else None)):
+        with closing(way(net, algorithm, **({"optimizer": optimizer} if is_given else {}))) as exchange:
             assert len(said) <= is_given
             for step in range(2):
                 other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
                 other.step()  # which trains something else
                 loss_of(net, step).backward()
+                getattr(exchange, "step", bool)()  # by hand
                 optimizer.step()
         return list(said)
 
@@ -204,7 +215,9 @@ def sgd(parameters: Any, momentum: float = 0.9) -> Any:
 @on_ranks(2)
 def test_two_momenta_are_said_once_on_rank_0() -> None:
     dgc, told = regtopk.DGC(density=0.1), [MESSAGE] * (dist.get_rank() == 0)
-    assert said_of(dgc, sgd) == said_of(dgc, sgd, is_given=True) == told
+    ways = (regtopk.attach, by_hook, by_hand)
+    assert [said_of(dgc, sgd, way) for way in ways] == [told] * 3
+    assert said_of(dgc, sgd, is_given=True) == told
     adam = said_of(dgc, torch.optim.AdamW)
     assert len(adam) == len(told) and all("AdamW with betas=(0.9, 0.999)" in line for line in adam)
     for momentum in (0.9, 0.0):
@@ -242,9 +255,13 @@ def test_a_model_may_go_inside_a_step_of_another_optimizer() -> None:
 @on_ranks(2)
 def test_adam_behind_a_sparse_gradient_is_said_once_on_rank_0() -> None:
     topk, told = regtopk.TopK(density=0.1), [ADAM] * (dist.get_rank() == 0)
-    assert said_of(topk, torch.optim.Adam) == said_of(topk, torch.optim.Adam, is_given=True) == told
+    ways = (regtopk.attach, by_hook, by_hand)
+    assert [said_of(topk, torch.optim.Adam, way) for way in ways] == [told] * 3
+    assert said_of(topk, torch.optim.Adam, is_given=True) == told
     for quiet in (regtopk.Dense(), regtopk.EF21(density=0.1)):  # every entry arrives in every step
         assert said_of(quiet, torch.optim.Adam) == []
     net = make_net()
-    with listening() as said, closing(regtopk.UpdateExchange(net, torch.optim.Adam(net.parameters()), topk)):
-        assert list(said) == []
+    for outer in (None, torch.optim.Adam):  # only an outer one gets what is sparse
+        adam = torch.optim.Adam(net.parameters())
+        with listening() as said, closing(regtopk.UpdateExchange(net, adam, topk, outer=outer)):
+            assert list(said) == (told if outer else [])

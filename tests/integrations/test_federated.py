@@ -231,10 +231,23 @@ def test_a_round_that_would_make_the_model_infinite_is_refused(tmp_path: Path) -
     assert federation.end(Reply("a", 1, frame)) == {}
     before = flat_of(federation.model)
     federation.ask("a")
-    text = "model must stay finite, got NaN or inf of round 2's replies"
+    text = "model must stay finite, got NaN or inf in ['weight'] of round 2's replies"
     assert str(federation.end(Reply("a", 2, frame))[0]) == text
     assert torch.equal(flat_of(federation.model), before) and bool(before.isfinite().all())
     assert federation.ask("a")["a"].accepted["a"].token.startswith("1-")  # so the client takes it back
+
+
+def test_a_round_that_would_make_a_statistic_infinite_is_refused() -> None:
+    """Three finite ones, whose mean is rounded up to more than there is."""
+    most = torch.finfo(torch.float16).max
+    model = {"weight": torch.zeros(8), "norm.running_var": torch.ones(2, dtype=torch.float16)}
+    frame = encode(SparseGradient(torch.tensor([7]), torch.tensor([1.0]), 8))
+    server, whole = Server(), {"norm.running_var": torch.full((2,), most, dtype=torch.float16)}
+    server.begin(1, model)
+    refused = server.finish({node: (Reply(f"{node}", 1, frame, whole), 1.0) for node in range(3)})
+    text = "model must stay finite, got NaN or inf in ['norm.running_var'] of round 1's replies"
+    assert {node: str(reason) for node, reason in refused.items()} == dict.fromkeys(range(3), text)
+    assert all(torch.equal(array, model[name]) for name, array in server.model.items())
 
 
 def test_statistics_and_integers_travel_whole_and_arrays_keep_their_order(tmp_path: Path) -> None:

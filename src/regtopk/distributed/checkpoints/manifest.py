@@ -61,7 +61,7 @@ class Manifest:
 
 def read_manifest(path: Path, step: int, run: str) -> Manifest:
     """The manifest in a file of a save; refuses a part that cannot be used, or is of another save."""
-    found, rank = None, int(path.stem.removeprefix("rank-"))
+    found, rank = FORMAT, int(path.stem.removeprefix("rank-"))
     try:
         facts = json.loads(path.read_bytes())
         is_whole = facts.pop("checksum", None) == _checksum(facts)
@@ -71,8 +71,8 @@ def read_manifest(path: Path, step: int, run: str) -> Manifest:
         sizes = {name: size for name, (size, _) in manifest.files.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_whole = False
-    if type(found) is int and found != FORMAT:
-        raise OtherFormatError(f"{path.name} is of format {found}, this version of regtopk reads {FORMAT}")
+    if type(found) is not int or found != FORMAT:
+        raise OtherFormatError(f"{path.name} is of format {found!r}, this version of regtopk reads {FORMAT}")
     if not is_whole:
         raise StateError(f"{path.name} is damaged")
     if (manifest.step, manifest.run, manifest.rank) != (step, run, rank):

@@ -16,11 +16,11 @@ from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
 from regtopk.distributed.state.parameters import Parameters, is_fsdp, is_fsdp2, uncompiled
-from regtopk.distributed.steps.attached import refuse_updates, watch_optimizer
+from regtopk.distributed.steps.attached import look, refuse_updates
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, is_one_process
-from regtopk.errors import ClusterError
+from regtopk.errors import ArgumentError, ClusterError
 
 _log = logging.getLogger("regtopk")
 
@@ -102,17 +102,25 @@ def attach(
         ClusterError: a model that is not wrapped, a second call, ranks that differ or that did not call.
         OracleError: the algorithm asks what only a simulator can answer.
     """
-    checked = Options(grad_scaler=grad_scaler, **options)
-    inner: Any = uncompiled(model)
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    state = _attached(uncompiled(model), algorithm, Options(grad_scaler=grad_scaler, **options))
+    if optimizer is not None:
+        look(optimizer)
+    return state
+
+
+def _attached(
+    inner: Any, algorithm: Algorithm[Any], options: Options
+) -> SparseHookState | ShardedHookState | OneProcess:
     if isinstance(inner, nn.Module):
         refuse_updates(inner)
-        watch_optimizer(inner, algorithm, optimizer)
         if any(map(is_fsdp2, inner.modules())):
-            return ShardedHookState(inner, algorithm, checked)
+            return ShardedHookState(inner, algorithm, options)
         is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
         if not is_wrapped and is_one_process():
-            return OneProcess(inner, algorithm, checked)
-    state = SparseHookState(inner, algorithm, **vars(checked))  # which refuses all but DDP
+            return OneProcess(inner, algorithm, options)
+    state = SparseHookState(inner, algorithm, **vars(options))  # which refuses all but DDP
     try:
         inner.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:

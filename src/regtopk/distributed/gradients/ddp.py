@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
 from regtopk.distributed.state.parameters import Parameters, after_backward, uncompiled
+from regtopk.distributed.steps.attached import watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
@@ -52,6 +53,7 @@ class SparseHookState(ExchangeBase):
         kind = Kind("regtopk.attach")
         super().__init__(Steps(parameters, algorithm, Collectives(ddp.process_group), checked, kind))
         self._warn_of_one_rank()
+        watch_optimizer(self)
         self._may_drop = bool(ddp.find_unused_parameters)
         self._names = {id(p): name for name, p in parameters.named.items()}
         self._grads: dict[str, Tensor] = {}  # what has arrived in this backward

@@ -8,6 +8,7 @@ aggregates are added to the gradients. Entries are selected within each unit.
 
 import logging
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward
 from regtopk.distributed.state.shards import DenseMean, Shards, replicas_of
+from regtopk.distributed.steps.attached import watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import difference
 from regtopk.distributed.steps.step import Kind, Steps
@@ -62,6 +64,7 @@ class ShardedHookState(ExchangeBase):
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
         self._model, self._modules = model, modules_of(model)
+        watch_optimizer(self)
         self._are_compared = False  # whether the replicas have begun alike
         for unit in self._everything:
             unit.module.set_all_reduce_hook(partial(self._on_gradient, unit.name))
@@ -76,6 +79,9 @@ class ShardedHookState(ExchangeBase):
         self._is_detached = True
         for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
+
+    def _trained(self) -> Iterable[nn.Parameter]:
+        return self._model.parameters()
 
     @torch.no_grad()
     def _on_gradient(self, name: str, flat: Tensor) -> None:

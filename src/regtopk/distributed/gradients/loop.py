@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
 from regtopk.distributed.state.parameters import NamedParameters, Parameters
+from regtopk.distributed.steps.attached import watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
@@ -46,6 +47,7 @@ class Exchange(ExchangeBase):
         kind = Kind("regtopk.Exchange")
         super().__init__(Steps(Parameters(parameters), algorithm, collectives, checked, kind))
         self._warn_of_one_rank()
+        watch_optimizer(self)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,9 +1,10 @@
 """What must not meet in one training: two exchanges of one model, two momenta, and Adam with pulses."""
 
 import logging
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
@@ -11,27 +12,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ClusterError
 
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
-# models whose optimizer is not known yet
-_watched: "WeakKeyDictionary[nn.Module, Algorithm[Any]]" = WeakKeyDictionary()
+_watched: "WeakSet[Any]" = WeakSet()  # exchanges of gradients whose optimizer is not known yet
 _log = logging.getLogger("regtopk")
 _WITHOUT_PULSES = ("dense", "ef21")  # algorithms whose aggregate has every entry in every step
 
 
 def refuse_updates(model: nn.Module) -> None:
     """Refuse a model whose updates are exchanged."""
-    if any(_trains(optimizer, model) for optimizer in OPTIMIZERS):
+    if any(_trains(optimizer, model.parameters()) for optimizer in OPTIMIZERS):
         raise ClusterError(
             "model must have no UpdateExchange, got one, and gradients would be exchanged beside updates: "
             "close() it first"
         )
 
 
-def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
+def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
     """Say on rank 0 that the momenta of an algorithm and of an optimizer multiply."""
-    if optimizer is None or not _has_own_momentum(algorithm):
+    if not _has_own_momentum(algorithm):
         return
     found = [
         f"{name}={group[name]}"
@@ -47,15 +47,10 @@ def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) 
         )
 
 
-def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
-    """Warn of two momenta and of Adam, now or, without an optimizer, when one first trains the model."""
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if optimizer is not None:
-        _warn(algorithm, optimizer)
-        return
+def watch_optimizer(exchange: Any) -> None:
+    """Warn of two momenta and of Adam when an optimizer first steps that gets the gradients exchanged."""
     _look_for_optimizers()
-    _watched[model] = algorithm
+    _watched.add(exchange)
 
 
 @cache
@@ -65,30 +60,32 @@ def _look_for_optimizers() -> None:
     The hook stays. One that went with its model went when the garbage collector took that, and if this was
     inside a step of any optimizer, torch ended the step with an error.
     """
-    register_optimizer_step_pre_hook(_look)
+    register_optimizer_step_pre_hook(look)
 
 
-def _look(optimizer: Optimizer, *_: Any) -> None:
-    for model, algorithm in list(_watched.items()):
-        if _trains(optimizer, model):
-            del _watched[model]
-            _warn(algorithm, optimizer)
+def look(optimizer: Optimizer, *_: Any) -> None:
+    """Warn of what does not go with the gradients that an optimizer gets from an exchange."""
+    for exchange in list(_watched):
+        if _trains(optimizer, exchange._trained()):
+            _watched.remove(exchange)
+            warn(exchange._steps.algorithm, optimizer)
 
 
-def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer has a parameter of a model."""
-    own = set(map(id, model.parameters()))
+def _trains(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether an optimizer has one of some parameters."""
+    own = set(map(id, parameters))
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-def _warn(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
-    """Say what does not go with an algorithm that exchanges gradients."""
+def warn(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
+    """Say what does not go with an algorithm whose aggregate an optimizer gets."""
     warn_of_two_momenta(algorithm, optimizer)
-    name, is_adam = getattr(algorithm, "name", "dense"), any("betas" in g for g in optimizer.param_groups)
+    name, kind = getattr(algorithm, "name", "dense"), type(optimizer).__name__
+    is_adam = any("betas" in group for group in optimizer.param_groups)
     if is_adam and name not in _WITHOUT_PULSES and not _has_own_momentum(algorithm):
         _say(
-            f"{name} sends an entry rarely, as one large value, which spoils {type(optimizer).__name__}'s "
-            "second moments: exchange updates, by regtopk.UpdateExchange, or use torch.optim.SGD"
+            f"{name} sends an entry rarely, as one large value, which spoils {kind}'s second moments: let "
+            f"{kind} step before the exchange, by regtopk.UpdateExchange, or use torch.optim.SGD"
         )
 
 

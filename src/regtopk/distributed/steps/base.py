@@ -1,10 +1,12 @@
 """What users call on every kind of exchange, whoever makes its steps."""
 
 import logging
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
 import torch
+from torch import nn
 
 from regtopk.core.options import check_positive, true_or_false
 from regtopk.core.worker import Report
@@ -65,6 +67,10 @@ class ExchangeBase(Counted):
         self._steps = steps
         self._sharding = sharding
         self._collectives = steps.collectives
+
+    def _trained(self) -> Iterable[nn.Parameter]:
+        """What an optimizer of the user's holds."""
+        return self._steps.parameters.whole.values()
 
     def _warn_of_one_rank(self, vectors: str = "gradients") -> None:
         if self.num_workers == 1:

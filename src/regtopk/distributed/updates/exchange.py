@@ -19,7 +19,6 @@ from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
-from regtopk.distributed.steps.attached import warn_of_two_momenta
 from regtopk.distributed.steps.base import Counted, ExchangeBase
 from regtopk.distributed.steps.handshake import compare, difference, roll_call, together
 from regtopk.distributed.steps.scale import Scaling
@@ -102,6 +101,9 @@ class UpdatesBase(Counted):
         for optimizer in model.inner.all:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            attached.warn_of_two_momenta(steps.algorithm, optimizer)
+        if model.outer is not None:
+            attached.warn(steps.algorithm, model.outer)
 
     @property
     def num_steps(self) -> int:
@@ -275,8 +277,6 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             )
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
-        for each in (*inner, model.outer):
-            warn_of_two_momenta(algorithm, each)
         self._handshake_timeout_s = checked.handshake_timeout_s
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.update(inner)

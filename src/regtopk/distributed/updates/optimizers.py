@@ -1,7 +1,7 @@
 """The optimizer that applies an aggregate of updates (outer), and what is done to optimizers' states."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,8 @@ from regtopk.errors import ArgumentError, StateError
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
+_OPTIONS = ("amsgrad", "centered", "momentum")  # with which they keep more
+_OF_ANOTHER_STEP = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam)  # or that look up nothing
 
 
 def names_in(groups: list[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> list[list[str | None]]:
@@ -99,34 +101,55 @@ def weighted_mean(things: list[Any], weights: list[float]) -> Any:
     return total.to(first.dtype)
 
 
-def check_saved(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-    """Refuse the state of other groups, without a number that these have, or with moments that cannot be."""
-    numbers = iter(range(sum(len(group["params"]) for group in groups)))
-    expected = [list(islice(numbers, len(group["params"]))) for group in groups]
+def check_saved(optimizers: Iterable[Optimizer], saved: dict[str, Any]) -> None:
+    """Refuse the state of other groups, without what these look up, or with moments that cannot be."""
+    owners = [(each, group) for each in optimizers for group in each.param_groups]
+    numbers = iter(range(sum(len(group["params"]) for _, group in owners)))
+    expected = [list(islice(numbers, len(group["params"]))) for _, group in owners]
     found = [list(group["params"]) for group in saved["param_groups"]]
     if found != expected:
         raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
-    for own, group in zip(groups, saved["param_groups"], strict=True):
+    parameters: dict[int, tuple[nn.Parameter, set[str]]] = {}
+    for (optimizer, own), group in zip(owners, saved["param_groups"], strict=True):
         for key, value in own.items():
             other = group.get(key, None if key == "lr" else value)  # an older torch has fewer
             if key != "params" and not _is_like(value, other):
                 rule = "a finite number" if _is_number(value) else f"like {value!r}"
                 raise StateError(f"{key} of the saved optimizer must be {rule}, got {other!r}")
-    parameters = dict(enumerate(p for group in groups for p in group["params"]))
+        for number, p in zip(group["params"], own["params"], strict=True):
+            parameters[number] = p, _fields(optimizer, group, p.ndim) if saved["state"].get(number) else set()
     if others := saved["state"].keys() - parameters.keys():
         raise StateError(
             f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
         )
     for number, state in saved["state"].items():
-        shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
+        p, fields = parameters[number]
+        if missing := fields - state.keys():
+            told = f"{min(missing)!r} of parameter {number}, got {list(state)}"
+            raise StateError(f"state of the saved optimizer must hold {told}")
+        shapes = {tuple(p.shape), tuple(local(p).shape)}
         for key, tensor in state.items():
             # a NaN in it is that of a step that is skipped, or will be
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor  # None: not made yet
-            if key in _MOMENTS and shape is not None and shape not in shapes:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            is_made = shape is not None or key != "momentum_buffer"
+            if key in _MOMENTS and is_made and shape not in shapes:
                 rule = f"have its parameter's shape, {min(shapes)}"
                 raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
             if key == "step" and not _is_number(tensor):
                 raise StateError(f"step of the saved optimizer must be a finite number, got {tensor!r}")
+
+
+def _fields(optimizer: Optimizer, group: dict[str, Any], ndim: int) -> set[str]:
+    """What one of torch's optimizers looks up of a parameter that has a state: what a first step makes."""
+    kind: Any = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) != kind or kind in _OF_ANOTHER_STEP:
+        return set()
+    p = nn.Parameter(torch.zeros([1] * ndim))
+    p.grad = torch.zeros_like(p)
+    fresh = kind([p])
+    fresh.param_groups[0] |= {key: group[key] for key in _OPTIONS if key in group}
+    fresh.step()
+    return set(fresh.state[p])
 
 
 def _is_like(value: Any, other: Any) -> bool:

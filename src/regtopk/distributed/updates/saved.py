@@ -272,6 +272,6 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         raise StateError(f"tokens must be counted of {rounds.fragments} fragments, got {len(new.tokens)}")
     for counted in new.tokens:
         check_number("tokens", counted, "finite and >= -1", lambda x: -1 <= x < math.inf)
-    check_saved(model.inner.param_groups, new.optimizer)
+    check_saved(model.inner.all, new.optimizer)
     if model.outer is not None:
-        check_saved(model.outer.param_groups, new.outer_state)
+        check_saved([model.outer], new.outer_state)

@@ -124,12 +124,13 @@ class Server:
         shares = [weight / total for _, _, weight in in_order]
         past = PastRound(tuple(reply.frame for _, reply, _ in in_order), tuple(shares))
         flat = self._flat - past.aggregate(self._layout.numel)
-        if messages.spoiled_names({"model": self._flat}, {"model": flat}):
-            reason = StateError(f"model must stay finite, got NaN or inf of round {self._round}'s replies")
+        whole = _mean_of([reply.whole for _, reply, _ in in_order], shares) or self._whole
+        before, after = self.model, messages.from_flat(flat, self._layout, whole, self._names)
+        if spoiled := messages.spoiled_names(before, after):
+            reason = f"model must stay finite, got NaN or inf in {spoiled} of round {self._round}'s replies"
             self.finish({})
-            return {**refused, **{node: reason for node, _, _ in in_order}}
-        self._flat = flat
-        self._whole = _mean_of([reply.whole for _, reply, _ in in_order], shares) or self._whole
+            return {**refused, **{node: StateError(reason) for node, _, _ in in_order}}
+        self._flat, self._whole = flat, whole
         for node in self._asked:  # one whose reply did not come may have either model: it gets the next whole
             self._round_of_model_at.pop(node, None)
         self._asked.clear()
