@@ -89,7 +89,8 @@ def check_command(version: str) -> None:
     if is_there("sklearn", "matplotlib"):
         assert trained.returncode == 0 and list(Path().glob("out/*/index.html")), trained
     else:
-        extra = "plots" if is_there("sklearn") else "experiments" if is_there("typer", "rich") else "all"
+        is_command = is_there("typer", "rich")
+        extra = "plots" if is_command and is_there("sklearn") else "experiments" if is_command else "all"
         assert trained.returncode == 2, trained
         assert f"pip install 'regtopk[{extra}]'" in trained.stderr.splitlines()[-1], trained
 
