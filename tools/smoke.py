@@ -16,6 +16,7 @@ from pathlib import Path
 from platform import machine
 
 import torch
+import torch._dynamo  # here once; DDP would import it on each rank
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
@@ -129,7 +130,7 @@ def main(version: str, extra: str) -> None:
     elif extra:
         for package in EXTRAS[extra].split():
             import_module(package)
-    start_processes(train_on_rank, (str(Path.cwd()),), nprocs=2, start_method="spawn")
+    start_processes(train_on_rank, (str(Path.cwd()),), nprocs=2, start_method="fork")
     check_command(version)
     check_modules()
 
