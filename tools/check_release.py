@@ -17,8 +17,10 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from email.parser import Parser
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -113,21 +115,25 @@ def make_base(python: str, wanted: str, *, with_cuda: bool) -> str:
     return pin
 
 
-def try_extra(wheel: Path, version: str, extra: str, pin: str) -> None:
+def try_extra(wheel: Path, version: str, pin: str, extra: str) -> tuple[str, str]:
     """Install the wheel with an extra beside torch alone, and run the smoke test in an empty folder."""
-    trial, empty = FOLDER / "trial", FOLDER / "empty"
-    for folder in (trial, empty):
-        shutil.rmtree(folder, ignore_errors=True)
-    empty.mkdir()
+    began, trial = time.monotonic(), FOLDER / f"trial-{extra}"
+    shutil.rmtree(trial, ignore_errors=True)
     shutil.copytree(FOLDER / "base", trial, symlinks=True, copy_function=os.link)
-    python = trial / "bin" / "python"
-    pins = FOLDER / "pins.txt"
+    python, empty, pins = trial / "bin" / "python", trial / "empty", trial / "pins.txt"
+    empty.mkdir()
     pins.write_text(f"{pin}\n")
     what = f"{wheel}[{extra}]" if extra else str(wheel)
-    run(python, *PIP, "install", "--no-compile", what, "--constraint", pins)
-    run(python, *PIP, "check")
-    smoke = shutil.copy(ROOT / "tools" / "smoke.py", FOLDER)
-    run(python, "-I", smoke, version, extra, folder=empty)
+    try:
+        run(python, *PIP, "install", "--no-compile", what, "--constraint", pins)
+        run(python, *PIP, "check")
+        smoke = shutil.copy(ROOT / "tools" / "smoke.py", trial)
+        run(python, "-I", smoke, version, extra, folder=empty)
+        outcome = "passed"
+    except subprocess.CalledProcessError:
+        outcome = "failed"
+    shutil.rmtree(trial)
+    return outcome, f"{pin}, {extra or 'no extra'}, {time.monotonic() - began:.0f} s"
 
 
 def trials(
@@ -145,15 +151,10 @@ def trials(
             except subprocess.CalledProcessError:
                 yield "failed", f"{python}, torch {wanted}: no environment"
                 continue
-            for extra in () if pin in tried else ("", "all") if tried else ("", *extras):
-                began = time.monotonic()
-                try:
-                    try_extra(wheel, version, extra, pin)
-                    outcome = "passed"
-                except subprocess.CalledProcessError:
-                    outcome = "failed"
-                took_s = time.monotonic() - began
-                yield outcome, f"{python}, {pin}, {extra or 'no extra'}, {took_s:.0f} s"
+            chosen = () if pin in tried else ("", "all") if tried else ("", *extras)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # pip waits for the network most of the time
+                for outcome, what in pool.map(partial(try_extra, wheel, version, pin), chosen):
+                    yield outcome, f"{python}, {what}"
             tried.add(pin)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from platform import machine
 
 import torch
+import torch._dynamo  # here once; DDP would import it on each rank
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
@@ -89,7 +90,8 @@ def check_command(version: str) -> None:
     if is_there("sklearn", "matplotlib"):
         assert trained.returncode == 0 and list(Path().glob("out/*/index.html")), trained
     else:
-        extra = "plots" if is_there("sklearn") else "experiments" if is_there("typer", "rich") else "all"
+        is_command = is_there("typer", "rich")
+        extra = "plots" if is_command and is_there("sklearn") else "experiments" if is_command else "all"
         assert trained.returncode == 2, trained
         assert f"pip install 'regtopk[{extra}]'" in trained.stderr.splitlines()[-1], trained
 
@@ -128,7 +130,7 @@ def main(version: str, extra: str) -> None:
     elif extra:
         for package in EXTRAS[extra].split():
             import_module(package)
-    start_processes(train_on_rank, (str(Path.cwd()),), nprocs=2, start_method="spawn")
+    start_processes(train_on_rank, (str(Path.cwd()),), nprocs=2, start_method="fork")
     check_command(version)
     check_modules()
 

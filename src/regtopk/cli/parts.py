@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
-_LEAST_NAME = 24  # columns of a name before it is folded
+_LEAST_NAME = 20  # columns of a name before it is folded
 _GAP = 2  # between columns
 _FILE_WIDTH = 160  # a file has no edge to cut names at
 

@@ -86,19 +86,15 @@ def _drawn(row: Prediction) -> str:
 
 def table(plan: LinkPlan) -> list[dict[str, str]]:
     """One row per method in its best way: dense, and then the best first."""
-    per_step = " per step" if any(p.method.rounds.has_updates for p in plan.predictions) else ""
     return [
         {
             "measure": _drawn(p),
             "density": f"rank {POWERSGD_RANK}" if p.method == POWERSGD else f"{p.method.density:g}",
             "values": p.method.value_code,
-            "collective": p.exchange.collective,
-            f"payload{per_step}": format_size(p.exchange.bytes_per_step),
-            f"received{per_step}": format_size(p.exchange.received_bytes_per_step),
-            "bfloat16 ring / received": format_factor(plan.ring_over_received(p, 2)),
+            "received per step": format_size(p.exchange.received_bytes_per_step),
             "step": format_time(p.step_time_s),
             "steps": {None: "?", inf: "never"}.get(p.relative_steps) or f"{p.relative_steps:.2f}",
-            "speed-up": ("at most " if p.relative_steps is None else "")
+            "speed-up": ("<= " if p.relative_steps is None else "")
             + format_factor(plan.speedup_to_loss(p)),
         }
         for p in plan.best_by_label()
