@@ -78,6 +78,11 @@ def test_ranks_of_a_caller_that_is_killed_end() -> None:
     wait_until_gone(pids)
 
 
+def blocks_ctrl_c(pid: int) -> bool:
+    _, _, signals = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")
+    return bool(int(signals.split()[0], 16) & 1 << signal.SIGINT - 1)
+
+
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -90,6 +95,7 @@ def test_a_signal_to_a_command_and_its_ranks_ends_them(tmp_path: Path, sign: int
         while len(pids := [int(pid) for pid in children.read_text().split()]) < 3:  # two ranks and a tracker
             assert caller.poll() is None
             time.sleep(0.05)
+        assert sum(map(blocks_ctrl_c, pids)) >= 2
         os.killpg(caller.pid, sign)
         _, said = caller.communicate(timeout=60)
     assert caller.returncode == code
