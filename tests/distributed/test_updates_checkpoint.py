@@ -200,6 +200,8 @@ DAMAGES: list[tuple[Any, str]] = [
     (partial(reshape_buffer, "now"), "saved state, {'1.running_mean': (3,)"),
     (partial(reshape_buffer, "start"), "at a round's start must be that of the saved state, {'1.runn"),
     (lambda saved, mine: saved.pop("updates"), f"a saved UpdateExchange {NO_UPDATES}"),
+    (lambda saved, mine: mine.update(parameters=None), "the saved state is malformed: TypeError"),
+    (lambda saved, mine: mine.pop("sent"), "the saved state is malformed: TypeError"),
     (lambda saved, mine: mine.update(num_steps=-7), "num_steps must be an integer of at least 0, got -7"),
     (lambda saved, mine: mine.update(skipped="ab"), "skipped fragments must be that of the saved state, 2"),
     (

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,16 +78,26 @@ def test_ranks_of_a_caller_that_is_killed_end() -> None:
     wait_until_gone(pids)
 
 
+def blocks_ctrl_c(pid: int) -> bool:
+    _, _, signals = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")
+    return bool(int(signals.split()[0], 16) & 1 << signal.SIGINT - 1)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_sigterm_ends_the_ranks_of_a_command(tmp_path: Path) -> None:
-    """These are spawned, as users' are."""
+def test_a_signal_to_a_command_and_its_ranks_ends_them(tmp_path: Path, sign: int, code: int) -> None:
+    """These are spawned, as users' are, and import torch when it comes; Ctrl-C reaches all of them."""
     command = [sys.executable, "-m", "regtopk", *PLAN.split(), "--out", str(tmp_path / "out")]
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    with ended(subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL, text=True)) as caller:
+    options: Any = {"env": {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, "start_new_session": True}
+    with ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)) as caller:
         children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children")
         while len(pids := [int(pid) for pid in children.read_text().split()]) < 3:  # two ranks and a tracker
             assert caller.poll() is None
             time.sleep(0.05)
-        caller.terminate()
-        assert caller.wait(timeout=60) == 143
+        assert sum(map(blocks_ctrl_c, pids)) >= 2
+        os.killpg(caller.pid, sign)
+        _, said = caller.communicate(timeout=60)
+    assert caller.returncode == code
+    assert all(line.startswith("regtopk: ") for line in said.splitlines())
     wait_until_gone(pids)

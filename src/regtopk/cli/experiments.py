@@ -64,9 +64,10 @@ def run(
         raise ArgumentError("give one of --resume and --force, got both: one adds to a run, one replaces it")
     if "task" in (request.base or ()) and any(word.startswith("task=") for word in settings or ()):
         raise ArgumentError("task must be given as the command's own argument, got it with --set")
-    for name in ("num_workers", "num_steps"):  # whose 0 is the task's own number in the settings
-        if chosen.get(name) == "0":
-            raise ArgumentError(f"{FLAGS[name]} must be at least 1, got 0")
+    for name, value in chosen.items():  # an empty one, or 0, is the task's own in the settings
+        if value == "" or (value == "0" and name in ("num_workers", "num_steps")):
+            rule = "at least 1, got 0" if value else "given with a value, got ''"
+            raise ArgumentError(f"{_flag(name)} must be {rule}")
     given = [f"{name}={value}" for name, value in chosen.items()]
     try:
         config = parse_settings(request.experiment.config, [*given, *(settings or ())], request.base)

@@ -31,7 +31,7 @@ from regtopk.distributed.updates.exchange import UpdateOptions, UpdatesBase
 from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rank_rounds import RankRounds
-from regtopk.distributed.updates.saved import LoadedModel, load_into
+from regtopk.distributed.updates.saved import AT_A_ROUNDS_END, LoadedModel, load_into
 from regtopk.errors import ArgumentError, ClusterError, RegtopkError, StateError, importing
 from regtopk.rounds import LocalRounds, Rounds
 
@@ -147,9 +147,10 @@ class QuorumRounds(RankRounds):
         A late replica keeps its residual, its own optimizer's state, and its update: theta_n - theta_start.
         """
         self.load([])
-        model, own = self._model, {}
+        model, own = self._model, AT_A_ROUNDS_END
         if is_late:
-            own = {"optimizer": model.inner.state_dict(), "parameters": model.moved_to(given["start"])}
+            moved = model.moved_to(given["start"])
+            own = own | {"optimizer": model.inner.state_dict(), "parameters": moved}
         for name, tensor in given["frozen"].items():
             model.frozen[name].copy_(tensor)
         same = {name: given[name] for name in ("num_steps", "start", "optimizer", "buffers")}

@@ -19,6 +19,7 @@ from regtopk.errors import ClusterError
 from regtopk.lab.runs import Record
 
 Emit = Callable[[Record], None]
+CTRL_C = {signal.SIGINT}
 
 
 def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generator[Record, None, None]:
@@ -31,10 +32,12 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
     with tempfile.TemporaryDirectory() as folder:
         place = num_workers, os.path.join(folder, "store")
         of_rank = place, records, entry, args
+        signal.pthread_sigmask(signal.SIG_BLOCK, CTRL_C)  # reaches ranks too, which inherit this: we end them
         ranks = start_processes(
             _run_rank, of_rank, num_workers, join=False, daemon=True, start_method="spawn"
         )
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CTRL_C)
             is_done = False
             while not is_done:
                 is_done = ranks.join(timeout=0.05)
@@ -60,7 +63,6 @@ def join_group(backend: str) -> None:
 
 
 def _run_rank(rank: int, place: tuple[int, str], records: Any, entry: Callable[..., None], args: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller too, which ends us
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     num_workers, store = place
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}

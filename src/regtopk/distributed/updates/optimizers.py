@@ -109,7 +109,7 @@ def check_saved(optimizers: Iterable[Optimizer], saved: dict[str, Any]) -> None:
     found = [list(group["params"]) for group in saved["param_groups"]]
     if found != expected:
         raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
-    parameters: dict[int, tuple[nn.Parameter, set[str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for (optimizer, own), group in zip(owners, saved["param_groups"], strict=True):
         for key, value in own.items():
             other = group.get(key, None if key == "lr" else value)  # an older torch has fewer
@@ -117,17 +117,16 @@ def check_saved(optimizers: Iterable[Optimizer], saved: dict[str, Any]) -> None:
                 rule = "a finite number" if _is_number(value) else f"like {value!r}"
                 raise StateError(f"{key} of the saved optimizer must be {rule}, got {other!r}")
         for number, p in zip(group["params"], own["params"], strict=True):
-            parameters[number] = p, _fields(optimizer, group, p.ndim) if saved["state"].get(number) else set()
+            parameters[number], state = p, saved["state"].get(number)
+            if state and (missing := _fields(optimizer, group, p.ndim) - state.keys()):
+                told = f"{min(missing)!r} of parameter {number}, got {list(state)}"
+                raise StateError(f"state of the saved optimizer must hold {told}")
     if others := saved["state"].keys() - parameters.keys():
         raise StateError(
             f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
         )
     for number, state in saved["state"].items():
-        p, fields = parameters[number]
-        if missing := fields - state.keys():
-            told = f"{min(missing)!r} of parameter {number}, got {list(state)}"
-            raise StateError(f"state of the saved optimizer must hold {told}")
-        shapes = {tuple(p.shape), tuple(local(p).shape)}
+        shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
         for key, tensor in state.items():
             # a NaN in it is that of a step that is skipped, or will be
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor

@@ -23,7 +23,6 @@ Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -44,6 +43,7 @@ from regtopk.errors import StateError
 from regtopk.rounds import LocalRounds, Rounds
 
 _TIMES = ("delay", "fragments")
+AT_A_ROUNDS_END: dict[str, Any] = {"parameters": {}, "sent": {}, "skipped": ()}  # of `LoadedModel`
 
 
 class LoadedModel(NamedTuple):
@@ -54,9 +54,9 @@ class LoadedModel(NamedTuple):
     num_steps: int
     optimizer: dict[str, Any]
     buffers: dict[str, dict[str, Tensor]]
-    parameters: Mapping[str, Tensor] = MappingProxyType({})
-    sent: Mapping[str, Tensor] = MappingProxyType({})
-    skipped: Sequence[bool] = ()
+    parameters: Mapping[str, Tensor]
+    sent: Mapping[str, Tensor]
+    skipped: Sequence[bool]
     tokens: Sequence[float] = ()
 
 
@@ -201,6 +201,7 @@ def _mean_of_ranks(saved: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
         "num_steps": num_steps,
         "optimizer": {**workers[0]["optimizer"], "state": weighted_mean(states, weights)},
         "buffers": weighted_mean([worker["buffers"] for worker in workers], weights),
+        **AT_A_ROUNDS_END,
     }
 
 
@@ -253,7 +254,7 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
     facts += [
         ("shape of start", model.parameters.shapes, shapes_of(new.start)),
-        ("shape of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
+        ("shape of parameters", model.parameters.shapes, shapes_of({**new.parameters} or new.start)),
         ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
         ("shape of what was sent", {name: model.parameters.shapes[name] for name in under_way}, sent),

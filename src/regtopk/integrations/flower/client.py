@@ -261,14 +261,11 @@ def _check(saved: dict[str, Any], fresh: State, numel: int) -> None:
         check_state({"model": kept["model"]}, {"model": flat}, f"the memory {when}")
         check_state({"values": values}, {"values": flat[: len(values)]}, f"the message {when}")
         for indices in (sent["indices"], *([state["indices"]] if has_selection else [])):
-            _check_indices(indices, numel)
+            if indices.dtype != torch.int64 or not bool(((indices >= 0) & (indices < numel)).all()):
+                raise StateError(
+                    f"indices must be whole numbers in 0..{numel - 1}, got {indices.tolist()[:9]}"
+                )
         if type(sent["round"]) is not int or not isinstance(sent["token"], str):
             raise StateError(f"round and token must be a number and a word, got {sent['round']!r}")
         if sent["indices"].shape != values.shape:
             raise StateError(f"indices must be as many as values, {len(values)}, got {len(sent['indices'])}")
-
-
-def _check_indices(indices: Tensor, numel: int) -> None:
-    is_inside = indices.dtype == torch.int64 and bool(((indices >= 0) & (indices < numel)).all())
-    if not is_inside:
-        raise StateError(f"indices must be whole numbers in 0..{numel - 1}, got {indices.tolist()[:9]}")

@@ -73,7 +73,9 @@ class Server:
         client = self._client_at.get(node)
         # A node that has not replied yet may be a client that was started anew: it finds itself among all.
         known = self._accepted if client is None else {client: self._accepted[client]}
-        missed = self._missed_by(node)
+        rounds = range(self._round_of_model_at.get(node, 0), self._round)  # there is no round 0
+        is_shorter = self._sparse_down and all(number in self._past for number in rounds)
+        missed = [self._past[number] for number in rounds] if is_shorter else None  # since the model it has
         self._asked.add(node)
         return Instruction(
             server=self._name,
@@ -140,13 +142,6 @@ class Server:
             self._round_of_model_at[node] = self._round
         self._keep(past)
         return refused
-
-    def _missed_by(self, node: int) -> list[PastRound] | None:
-        """The rounds that lead from the model a node has to this round's; None if the model is shorter."""
-        rounds = range(self._round_of_model_at.get(node, 0), self._round)  # there is no round 0
-        if not self._sparse_down or any(number not in self._past for number in rounds):
-            return None
-        return [self._past[number] for number in rounds]
 
     def _keep(self, past: PastRound) -> None:
         """Keep a round as long as all since then are fewer bytes than the model."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 from regtopk.lab.experiments.settings import ConfigT, settings_of
-from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
+from regtopk.lab.runs import Panel, Record, RunWriter, check_same_settings, make_header, read_run
+from regtopk.lab.runs.run import CONFIG, SUMMARY
 
 Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
@@ -72,9 +73,10 @@ class WholeExperiment(Experiment[ConfigT]):
 
     def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
         folder, force, resume = place
-        if resume and (folder / SUMMARY).exists():
+        if resume and (folder / CONFIG).exists():
             check_same_settings(folder, header["config"])
-            return read_run(folder).summary
+            if (folder / SUMMARY).exists():
+                return read_run(folder).summary
         records = []
         with RunWriter(folder, header, force=force or resume) as writer:
             for record in self.run(config, progress):
