@@ -82,7 +82,7 @@ def demo(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Train with two processes, run the paper's small experiments, print one table and write one page."""
+    """Train with two processes, run the paper's small experiments, print tables and write one page."""
     with suppress(OutputError):
         force = force or "parts" in read_header(out)  # a demo may replace a demo
     header, summaries = {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)}, {}

@@ -1,8 +1,9 @@
 """What all commands share: errors in one line, a progress bar, and tables."""
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -70,43 +71,43 @@ def progress_bar(label: str) -> Iterator[ShowProgress]:
 
 
 def show(content: Any, summaries: Mapping[str, Any], page: Path | None, *, as_json: bool) -> None:
-    """Print the JSON; or one table (a column per method, a row per measure), what it says, and the page."""
+    """Print the JSON; or tables (a column per method, a row per measure), what they say, and the page."""
     if as_json:
         typer.echo(json.dumps(content, indent=2))
         return
-    rows = [row for summary in summaries.values() for row in summary["table"]]
-    columns = columns_of(rows)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in columns:  # as wide as the longest number; the names in the first one may be folded
-        name, cells = HEADINGS.get(column, column), [format_number(row.get(column), column) for row in rows]
-        if name:
-            least = max(map(len, (*name.split(" "), *cells)))
-            table.add_column(name, justify="right", overflow="fold", min_width=least)
-        else:
-            least = min(_LEAST_NAME, max(map(len, cells), default=0))
-            table.add_column("", overflow="fold", min_width=least)
-    for name, summary in summaries.items():
-        table.add_section()
-        table.add_row(name, style="bold")
-        for row in summary["table"]:
-            table.add_row(*(format_number(row.get(column), column) for column in columns))
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, _FILE_WIDTH)
-    _fit(table, console)
-    console.print(table)
+    for title, summary in summaries.items():
+        _print_table(console, title, summary["table"])
     said = [note for summary in summaries.values() for note in summary.get("notes", [])]
     said += [summary["finding"] for summary in summaries.values() if "finding" in summary]
     typer.echo("\n".join([*said, *([] if page is None else [f"Figures and all numbers: {page}"])]))
 
 
-def _fit(table: Table, console: Console) -> None:
+def _print_table(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """In a narrow terminal headings break between words, then names. No number is cut; lines may break."""
-    anywhere = console.options.update(width=1000)
-    if console.measure(table, options=anywhere).maximum <= console.width:
-        return
-    for column in table.columns:
-        if column.justify == "right":
-            column.width = column.min_width
-    least = sum((column.min_width or 0) + _GAP for column in table.columns)
-    console.width = max(console.width, least + _GAP)
+    table, columns = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True), columns_of(rows)
+    for column in columns:  # as wide as the longest number; the names in the first one may be folded
+        name, cells = HEADINGS.get(column, column), [format_number(row.get(column), column) for row in rows]
+        if name:
+            least = max(map(len, (*_parts(name), *cells)))
+            table.add_column(name, justify="right", overflow="fold", min_width=least)
+        else:
+            least = min(_LEAST_NAME, max(map(len, (title, *cells))))
+            table.add_column(title, overflow="fold", min_width=least)
+    for row in rows:
+        table.add_row(*(format_number(row.get(column), column) for column in columns))
+    if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+        for each in table.columns[1:]:
+            each.width = each.min_width or 0
+            if each.width < max(map(len, str(each.header).split())):
+                each.header = " ".join(_parts(str(each.header)))
+        least = sum((column.min_width or 0) + _GAP for column in table.columns)
+        console = Console(width=max(console.width, least + _GAP))
+    console.print(table)
+
+
+def _parts(heading: str) -> list[str]:
+    """Where a heading may break: regtopk:mu=5 in three."""
+    return re.split(r" |(?<=[:=-])", heading)

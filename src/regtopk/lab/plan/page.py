@@ -94,8 +94,7 @@ def table(plan: LinkPlan) -> list[dict[str, str]]:
             "received per step": format_size(p.exchange.received_bytes_per_step),
             "step": format_time(p.step_time_s),
             "steps": {None: "?", inf: "never"}.get(p.relative_steps) or f"{p.relative_steps:.2f}",
-            "speed-up": ("<= " if p.relative_steps is None else "")
-            + format_factor(plan.speedup_to_loss(p)),
+            "speed-up": ("<= " if p.relative_steps is None else "") + format_factor(plan.speedup_to_loss(p)),
         }
         for p in plan.best_by_label()
     ]

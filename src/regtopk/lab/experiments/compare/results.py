@@ -225,7 +225,7 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
         "± std": result["std"],
         "bits per byte": result["bits_per_byte"],
         "seeds": len(result["seeds"]),
-        BASES[config.kind.base]: found and found["mean"],
+        BASES[config.kind.base]: found and round(found["mean"], 12),
         "95 % interval": interval,
         "diverged": counted(len(result["diverged"]), "seed") if result["diverged"] else None,
         "s per run": result["seconds_a_run"],
