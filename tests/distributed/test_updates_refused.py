@@ -206,3 +206,7 @@ def test_a_model_without_memory_frozen_or_not() -> None:
             p.requires_grad_(not name.startswith("last"))
         text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))  # noqa: B023
         assert text == ("ClusterError", f"parameter '{of_it}.weight' {META}")
+    net = make_net()
+    net.register_buffer("b", torch.zeros(2, device="meta"))
+    text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))
+    assert text == ("ClusterError", f"parameter 'b' {META}")
