@@ -22,10 +22,10 @@ def only_muon(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in net.parameters() if p.ndim == 2])
 
 
-def schedule_free(net: nn.Module) -> torch.optim.Optimizer:
+def schedule_free(net: nn.Module, option: str = "train_mode") -> torch.optim.Optimizer:
     """One with the class and the options of the schedulefree package's."""
     kind: Any = type("AdamWScheduleFree", (torch.optim.Optimizer,), {})
-    optimizer: torch.optim.Optimizer = kind(net.parameters(), {"lr": 0.1, "train_mode": False})
+    optimizer: torch.optim.Optimizer = kind(net.parameters(), {"lr": 0.1, option: False})
     return optimizer
 
 
@@ -43,6 +43,10 @@ PLAIN = "ClusterError: model must be plain"
 AVERAGES = (
     f"{PLAIN}, got a DistributedDataParallel, which averages gradients in every backward: hand over the "
     "module inside it, or exchange gradients by regtopk.attach"
+)
+AVERAGING = (
+    "ArgumentError: optimizer must have in the parameters what it has learned, not an average elsewhere as "
+    "schedule-free ones do, got AdamWScheduleFree"
 )
 HOLDS, ANOTHER = "ArgumentError: optimizer must hold", "was it made from another model?"
 WITHOUT = f"{HOLDS} every parameter that is exchanged, got none with"
@@ -76,11 +80,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "several",
     ),
     ({"optimizer": with_another}, f"{HOLDS} no parameter that is not exchanged, got one of shape (3,)"),
-    (
-        {"optimizer": schedule_free},
-        "ArgumentError: optimizer must have in the parameters what it has learned, not an average elsewhere "
-        "as schedule-free ones do, got AdamWScheduleFree",
-    ),
+    ({"optimizer": schedule_free}, AVERAGING),
+    ({"optimizer": partial(schedule_free, option="weight_sum")}, AVERAGING),  # as those with closures have
     ({"grad_scaler": 2.0}, "ArgumentError: grad_scaler must be a torch.amp.GradScaler, got 2.0"),
     ({"outer": sgd(make_net())}, f"{OUTER} torch.optim.Optimizer, got SGD"),
     ({"outer": lambda p: None}, f"{OUTER} torch.optim.Optimizer, got NoneType"),
