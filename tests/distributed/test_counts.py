@@ -188,8 +188,7 @@ def by_hook(net: Any, algorithm: Any) -> Any:
     return state
 
 
-def by_hand(net: Any, algorithm: Any) -> Any:
-    return regtopk.Exchange(net.module.parameters(), algorithm)
+WAYS = (regtopk.attach, by_hook, lambda net, way: regtopk.Exchange(net.module.parameters(), way))
 
 
 def said_of(algorithm: Any, make: Any, way: Any = regtopk.attach, *, is_given: bool = False) -> list[str]:
@@ -215,8 +214,7 @@ def sgd(parameters: Any, momentum: float = 0.9) -> Any:
 @on_ranks(2)
 def test_two_momenta_are_said_once_on_rank_0() -> None:
     dgc, told = regtopk.DGC(density=0.1), [MESSAGE] * (dist.get_rank() == 0)
-    ways = (regtopk.attach, by_hook, by_hand)
-    assert [said_of(dgc, sgd, way) for way in ways] == [told] * 3
+    assert [said_of(dgc, sgd, way) for way in WAYS] == [told] * 3
     assert said_of(dgc, sgd, is_given=True) == told
     adam = said_of(dgc, torch.optim.AdamW)
     assert len(adam) == len(told) and all("AdamW with betas=(0.9, 0.999)" in line for line in adam)
@@ -255,8 +253,7 @@ def test_a_model_may_go_inside_a_step_of_another_optimizer() -> None:
 @on_ranks(2)
 def test_adam_behind_a_sparse_gradient_is_said_once_on_rank_0() -> None:
     topk, told = regtopk.TopK(density=0.1), [ADAM] * (dist.get_rank() == 0)
-    ways = (regtopk.attach, by_hook, by_hand)
-    assert [said_of(topk, torch.optim.Adam, way) for way in ways] == [told] * 3
+    assert [said_of(topk, torch.optim.Adam, way) for way in WAYS] == [told] * 3
     assert said_of(topk, torch.optim.Adam, is_given=True) == told
     for quiet in (regtopk.Dense(), regtopk.EF21(density=0.1)):  # every entry arrives in every step
         assert said_of(quiet, torch.optim.Adam) == []

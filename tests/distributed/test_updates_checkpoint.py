@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import regtopk
-from regtopk.distributed.updates.optimizers import weighted_mean
+from regtopk.distributed.updates.optimizers import check_saved, weighted_mean
+from regtopk.errors import StateError
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_checkpoint import relative_change, weighted_sum
 from tests.distributed.test_updates import nesterov
@@ -259,6 +260,22 @@ def test_inside_a_round_without_a_residual() -> None:
             "the saved state must be from a round's end, or after finish(): '0.weight' has no residual to "
             "take up what was learned since, and the ranks or their weights have changed",
         )
+
+
+@pytest.mark.parametrize(
+    "kind", ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RMSprop", "Rprop"]
+)
+def test_a_saved_optimizer_must_hold_what_a_step_looks_up(kind: str) -> None:
+    p = nn.Parameter(torch.ones(3, 2))
+    p.grad = torch.ones(3, 2)
+    optimizer = getattr(torch.optim, kind)([p])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    check_saved([optimizer], saved)
+    for field in optimizer.state[p]:
+        state = {0: {key: value for key, value in saved["state"][0].items() if key != field}}
+        with pytest.raises(StateError, match=f"must hold '{field}' of parameter 0, got "):
+            check_saved([optimizer], {**saved, "state": state})
 
 
 def test_the_mean_of_optimizer_states() -> None:

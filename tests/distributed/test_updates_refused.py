@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ def only_muon(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in net.parameters() if p.ndim == 2])
 
 
-def schedule_free(net: nn.Module) -> torch.optim.Optimizer:
+def schedule_free(net: nn.Module, option: str = "train_mode") -> torch.optim.Optimizer:
     """One with the class and the options of the schedulefree package's."""
     kind: Any = type("AdamWScheduleFree", (torch.optim.Optimizer,), {})
-    optimizer: torch.optim.Optimizer = kind(net.parameters(), {"lr": 0.1, "train_mode": False})
+    optimizer: torch.optim.Optimizer = kind(net.parameters(), {"lr": 0.1, option: False})
     return optimizer
 
 
@@ -43,6 +44,10 @@ PLAIN = "ClusterError: model must be plain"
 AVERAGES = (
     f"{PLAIN}, got a DistributedDataParallel, which averages gradients in every backward: hand over the "
     "module inside it, or exchange gradients by regtopk.attach"
+)
+AVERAGING = (
+    "ArgumentError: optimizer must have in the parameters what it has learned, not an average elsewhere as "
+    "schedule-free ones do, got AdamWScheduleFree"
 )
 HOLDS, ANOTHER = "ArgumentError: optimizer must hold", "was it made from another model?"
 WITHOUT = f"{HOLDS} every parameter that is exchanged, got none with"
@@ -76,11 +81,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "several",
     ),
     ({"optimizer": with_another}, f"{HOLDS} no parameter that is not exchanged, got one of shape (3,)"),
-    (
-        {"optimizer": schedule_free},
-        "ArgumentError: optimizer must have in the parameters what it has learned, not an average elsewhere "
-        "as schedule-free ones do, got AdamWScheduleFree",
-    ),
+    ({"optimizer": schedule_free}, AVERAGING),
+    ({"optimizer": partial(schedule_free, option="weight_sum")}, AVERAGING),  # as those with closures have
     ({"grad_scaler": 2.0}, "ArgumentError: grad_scaler must be a torch.amp.GradScaler, got 2.0"),
     ({"outer": sgd(make_net())}, f"{OUTER} torch.optim.Optimizer, got SGD"),
     ({"outer": lambda p: None}, f"{OUTER} torch.optim.Optimizer, got NoneType"),
@@ -206,3 +208,7 @@ def test_a_model_without_memory_frozen_or_not() -> None:
             p.requires_grad_(not name.startswith("last"))
         text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))  # noqa: B023
         assert text == ("ClusterError", f"parameter '{of_it}.weight' {META}")
+    net = make_net()
+    net.register_buffer("b", torch.zeros(2, device="meta"))
+    text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))
+    assert text == ("ClusterError", f"parameter 'b' {META}")

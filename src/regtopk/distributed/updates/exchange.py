@@ -219,7 +219,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     Args:
         parameters: a module, which torch.compile may be around; or parameters, or (name, parameter) pairs, in
-            the same order on every rank. Buffers are a module's alone.
+            the same order on every rank: without buffers, and without warnings of how the module is used.
         optimizer: what trains exactly these parameters; frozen ones may be among them. Several, such as
             ``[muon, adamw]``, have each parameter once, and step equally often, in one order.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.

@@ -138,7 +138,7 @@ def _check(optimizers: tuple[object, ...], parameters: dict[str, nn.Parameter]) 
         kind = type(each).__name__
         if not isinstance(each, Optimizer):
             raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, or a list of some, got {kind}")
-        if any("train_mode" in group for group in each.param_groups):  # as schedulefree's have
+        if any({"train_mode", "weight_sum"} & group.keys() for group in each.param_groups):  # schedulefree's
             raise ArgumentError(
                 "optimizer must have in the parameters what it has learned, not an average elsewhere as "
                 f"schedule-free ones do, got {kind}"
