@@ -166,7 +166,7 @@ def test_a_table_then_the_answer_and_what_it_rests_on() -> None:
     rows = [line.split() for line in out.splitlines() if line.startswith(" ")]
     names = [row[0] for row in rows if row]
     assert out.startswith("Planned for CPUs (the costs in costs.json). Work has costs measured on cpu with ")
-    assert names[0] == "density" and names[3] == "dense"
+    assert names[0] == "plan" and names[2] == "dense"
     assert names.count("regtopk") == names.count("dense") == 1
     said = ["Compression pays for SGD with 4 workers", "it pays, above it does not."]
     said += ["Paste, on every rank: ", "Assumed: latency 50 µs", "How sure: ", "Use none of it "]
