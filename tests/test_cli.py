@@ -132,6 +132,10 @@ def test_a_run_is_not_replaced_unasked(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert invoke("reproduce", "fig1", "--out", tmp_path / "run", "--force")[0] == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text() != before
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "config.json").write_text("{")
+    assert invoke("reproduce", "fig1", "--out", tmp_path / "run", "--resume")[0] == 2
+    assert (tmp_path / "run" / "config.json").read_text() == "{"
 
 
 MANY = "1" + 400 * "0"

@@ -33,11 +33,13 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
         place = num_workers, os.path.join(folder, "store")
         of_rank = place, records, entry, args
         signal.pthread_sigmask(signal.SIG_BLOCK, CTRL_C)  # reaches ranks too, which inherit this: we end them
-        ranks = start_processes(
-            _run_rank, of_rank, num_workers, join=False, daemon=True, start_method="spawn"
-        )
         try:
+            ranks = start_processes(
+                _run_rank, of_rank, num_workers, join=False, daemon=True, start_method="spawn"
+            )
+        finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, CTRL_C)
+        try:
             is_done = False
             while not is_done:
                 is_done = ranks.join(timeout=0.05)
