@@ -3,8 +3,8 @@
 exchange-cuda*.json (benchmarks/exchange.py) have whole exchanges of one rank, collectives left out.
 fsdp-step-cuda*.json (benchmarks/fsdp_step.py) have steps of a GPT, told the planner without a hook.
 There "2 x 1" are two processes that share the GPU and talk by gloo, which is not what is planned for GPUs.
-Costs are those that the package has of a GPU, or another file's. They come in part from the records that are
-not named "again" or by a code (benchmarks/gpu_costs.py); the others are newer.
+Costs are those that the package has of a GPU, or another file's. The package's come from the same records of
+exchanges (benchmarks/gpu_costs.py).
 
     python -m benchmarks.gpu_against_plan [--calibration FILE] [--results FOLDER]
 """

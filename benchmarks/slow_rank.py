@@ -118,10 +118,14 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--workers", type=int, default=4, help="how many processes: 4")
-    parser.add_argument("--steps", type=int, default=64, help="of a rank that is not late, in every case: 64")
-    parser.add_argument("--own-ms", type=float, default=40.0, help="how long a step takes: 40 ms")
-    parser.add_argument("--late-ms", type=float, default=40.0, help="how much longer on a late rank: 40 ms")
+    parser.add_argument("--workers", type=int, default=4, help="how many processes: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=64, help="of a rank that is not late, in every case: %(default)s"
+    )
+    parser.add_argument("--own-ms", type=float, default=40.0, help="how long a step takes: %(default)s ms")
+    parser.add_argument(
+        "--late-ms", type=float, default=40.0, help="how much longer on a late rank: %(default)s ms"
+    )
     options = parser.parse_args()
     give(run(options), options, show)
 

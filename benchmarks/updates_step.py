@@ -132,8 +132,8 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the device: %(default)s")
+    parser.add_argument("--rounds", type=int, default=12, help="that count: %(default)s")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--context", type=int, default=1024)

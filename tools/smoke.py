@@ -6,6 +6,7 @@ in an empty folder of an empty environment, which `python -m tools.check_release
 must be there; an empty EXTRA stands for none.
 """
 
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,7 +131,8 @@ def main(version: str, extra: str) -> None:
     elif extra:
         for package in EXTRAS[extra].split():
             import_module(package)
-    start_processes(train_on_rank, (str(Path.cwd()),), nprocs=2, start_method="fork")
+    multiprocessing.set_forkserver_preload(["regtopk", "torch._dynamo"])  # which has no threads yet
+    start_processes(train_on_rank, (str(Path.cwd()),), nprocs=2, start_method="forkserver")
     check_command(version)
     check_modules()
 

@@ -22,7 +22,8 @@ from tests.processes import ended
 LOST, SAVED_AT, LOST_AT, LAST = 2, 4, 6, 9
 RESTART = ": restart all ranks from the last checkpoint"
 STOPPED = (
-    "a rank has stopped (early? see stop_when), is unreachable or is slower than the process group's timeout"
+    "a rank has stopped, perhaps before the others (see stop_when), is unreachable or is slower than the "
+    "process group's timeout"
 )
 
 

@@ -211,4 +211,4 @@ def test_a_model_without_memory_frozen_or_not() -> None:
     net = make_net()
     net.register_buffer("b", torch.zeros(2, device="meta"))
     text = refusal(lambda: regtopk.UpdateExchange(net, sgd(net), TOPK))
-    assert text == ("ClusterError", f"parameter 'b' {META}")
+    assert text == ("ClusterError", f"buffer 'b' {META}")

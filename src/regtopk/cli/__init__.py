@@ -16,7 +16,7 @@ from rich.table import Table
 from regtopk import ALGORITHMS, __version__
 from regtopk.cli.doctor import doctor
 from regtopk.cli.experiments import as_typed, compare, reproduce, train
-from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
 from regtopk.cli.plan import plan
 from regtopk.errors import OutputError
 from regtopk.lab.experiments import EXPERIMENTS, TRAIN, parse_settings
@@ -78,7 +78,9 @@ def list_algorithms(as_json: Json = False) -> None:
 @app.command()
 @say_errors
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the demo.")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option(parser=as_folder, metavar="PATH", help="Folder of the demo.")] = Path(
+        "out/demo"
+    ),
     force: Force = False,
     as_json: Json = False,
 ) -> None:

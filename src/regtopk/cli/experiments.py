@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.markup import escape
 
-from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, RunExistsError
 from regtopk.lab.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
@@ -36,7 +36,12 @@ FLAGS = {
     "densities": "--density", "num_search_runs": "--search-runs", "num_workers": "--workers",
     "num_steps": "--steps",
 }  # fmt: skip
-Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        parser=as_folder, metavar="PATH", help="Folder of the run; if not given, a new one in out/."
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the folder's run, or add to it.")]
 
 

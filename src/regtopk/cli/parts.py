@@ -24,6 +24,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def as_folder(text: str) -> Path:
+    """A folder that is given; an empty word would be the current one."""
+    if not text:
+        raise typer.BadParameter("must be a folder, got ''")
+    return Path(text)
+
+
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
 _LEAST_NAME = 20  # columns of a name before it is folded
 _GAP = 2  # between columns
@@ -102,7 +111,7 @@ def _print_table(console: Console, title: str, rows: Sequence[Mapping[str, Any]]
         for each in table.columns[1:]:
             each.width = each.min_width or 0
             if each.width < max(map(len, str(each.header).split())):
-                each.header = " ".join(_parts(str(each.header)))
+                each.header = "\n".join(_parts(str(each.header)))
         least = sum((column.min_width or 0) + _GAP for column in table.columns)
         console = Console(width=max(console.width, least + _GAP))
     console.print(table)

@@ -9,7 +9,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from regtopk.errors import ClusterError
 from regtopk.lab.runs import Record
 
 Emit = Callable[[Record], None]
-CTRL_C = {signal.SIGINT}
 
 
 def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generator[Record, None, None]:
@@ -29,17 +29,15 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
     `entry` calls `join_group` first.
     """
     records = multiprocessing.get_context("spawn").SimpleQueue()
+    ranks: Any = None
     with tempfile.TemporaryDirectory() as folder:
         place = num_workers, os.path.join(folder, "store")
         of_rank = place, records, entry, args
-        signal.pthread_sigmask(signal.SIG_BLOCK, CTRL_C)  # reaches ranks too, which inherit this: we end them
         try:
-            ranks = start_processes(
-                _run_rank, of_rank, num_workers, join=False, daemon=True, start_method="spawn"
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, CTRL_C)
-        try:
+            with _ctrl_c_waits():
+                ranks = start_processes(
+                    _run_rank, of_rank, num_workers, join=False, daemon=True, start_method="spawn"
+                )
             is_done = False
             while not is_done:
                 is_done = ranks.join(timeout=0.05)
@@ -52,9 +50,26 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
             how = f"ended by {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
             raise ClusterError(f"rank {error.error_index} failed: {how}") from None
         finally:
-            for process in ranks.processes:
+            for process in ranks.processes if ranks else ():
                 process.kill()
                 process.join()
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Let Ctrl-C wait; processes that are started here never hear it, because their caller ends them."""
+    pressed: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may have handlers
+    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if is_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 def join_group(backend: str) -> None:

@@ -127,12 +127,12 @@ def uncompiled(model: object) -> object:
     return getattr(model, "_orig_mod", model)
 
 
-def refuse_meta(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse parameters without memory."""
+def refuse_meta(pairs: Iterable[tuple[str, torch.Tensor]], kind: str = "parameter") -> None:
+    """Refuse parameters, or buffers, without memory."""
     for name, p in pairs:
         if p.is_meta:
             raise ClusterError(
-                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
+                f"{kind} {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
                 "give it values first"
             )
 

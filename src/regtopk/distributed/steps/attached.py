@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import nn
@@ -15,9 +15,11 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ClusterError
 
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
-_watched: "WeakSet[Any]" = WeakSet()  # exchanges of gradients whose optimizer is not known yet
+# exchanges of gradients, and the optimizers that were looked at for each
+_watched: "WeakKeyDictionary[Any, WeakSet[Optimizer]]" = WeakKeyDictionary()
+_INSTEAD = "exchange what it changed, by regtopk.UpdateExchange, or use"
 _log = logging.getLogger("regtopk")
-_WITHOUT_PULSES = ("dense", "ef21")  # algorithms whose aggregate has every entry in every step
+_WITHOUT_PULSES = ("dense", "ef21", "powersgd")  # algorithms whose aggregate has every entry in every step
 
 
 def refuse_updates(model: nn.Module) -> None:
@@ -50,7 +52,7 @@ def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer) -> None
 def watch_optimizer(exchange: Any) -> None:
     """Warn of two momenta and of Adam when an optimizer first steps that gets the gradients exchanged."""
     _look_for_optimizers()
-    _watched.add(exchange)
+    _watched[exchange] = WeakSet()
 
 
 @cache
@@ -65,10 +67,11 @@ def _look_for_optimizers() -> None:
 
 def look(optimizer: Optimizer, *_: Any) -> None:
     """Warn of what does not go with the gradients that an optimizer gets from an exchange."""
-    for exchange in list(_watched):
-        if _trains(optimizer, exchange._trained()):
-            _watched.remove(exchange)
-            warn(exchange._steps.algorithm, optimizer)
+    for exchange, known in list(_watched.items()):
+        if optimizer not in known and not exchange.is_closed:
+            known.add(optimizer)
+            if _trains(optimizer, exchange._trained()):
+                warn(exchange._steps.algorithm, optimizer, _INSTEAD)
 
 
 def _trains(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
@@ -77,15 +80,15 @@ def _trains(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-def warn(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
+def warn(algorithm: Algorithm[Any], optimizer: Optimizer, instead: str) -> None:
     """Say what does not go with an algorithm whose aggregate an optimizer gets."""
     warn_of_two_momenta(algorithm, optimizer)
     name, kind = getattr(algorithm, "name", "dense"), type(optimizer).__name__
     is_adam = any("betas" in group for group in optimizer.param_groups)
     if is_adam and name not in _WITHOUT_PULSES and not _has_own_momentum(algorithm):
         _say(
-            f"{name} sends an entry rarely, as one large value, which spoils {kind}'s second moments: let "
-            f"{kind} step before the exchange, by regtopk.UpdateExchange, or use torch.optim.SGD"
+            f"{name} sends an entry rarely, as one large value, which spoils {kind}'s second moments: "
+            f"{instead} torch.optim.SGD"
         )
 
 

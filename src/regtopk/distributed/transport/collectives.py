@@ -259,9 +259,9 @@ def clear_errors(collective: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         raise ClusterError(
-            f"{collective} failed: a rank has stopped (early? see stop_when), is unreachable or is slower "
-            "than the process group's timeout; restart all ranks from the last checkpoint. The backend says: "
-            f"{error}"
+            f"{collective} failed: a rank has stopped, perhaps before the others (see stop_when), is "
+            "unreachable or is slower than the process group's timeout; restart all ranks from the last "
+            f"checkpoint. The backend says: {error}"
         ) from error
 
 

@@ -103,7 +103,7 @@ class UpdatesBase(Counted):
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
             attached.warn_of_two_momenta(steps.algorithm, optimizer)
         if model.outer is not None:
-            attached.warn(steps.algorithm, model.outer)
+            attached.warn(steps.algorithm, model.outer, "let outer make a")
 
     @property
     def num_steps(self) -> int:
@@ -219,7 +219,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     Args:
         parameters: a module, which torch.compile may be around; or parameters, or (name, parameter) pairs, in
-            the same order on every rank: without buffers, and without warnings of how the module is used.
+            the same order on every rank: without buffers, and without a warning of a state_dict() in a round.
         optimizer: what trains exactly these parameters; frozen ones may be among them. Several, such as
             ``[muon, adamw]``, have each parameter once, and step equally often, in one order.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.

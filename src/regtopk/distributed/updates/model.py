@@ -58,7 +58,8 @@ class LocalModel:
         self.fragments = [tuple(sizes)[part.start : part.stop] for part in parts]
         self.frozen = {name: p for name, p in named_pairs(source) if name not in named}
         self.buffers = ModelBuffers(self._module, buffers)
-        refuse_meta((self.frozen | self.buffers.named).items())
+        refuse_meta(self.frozen.items())
+        refuse_meta(self.buffers.named.items(), "buffer")
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, named).items()}
         self._kept: Tensor | None = None  # theta_start in the CPU's memory, if it is to be there

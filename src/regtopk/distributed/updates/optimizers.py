@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from itertools import islice
 from typing import Any
 
@@ -14,9 +15,9 @@ from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import ArgumentError, StateError
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of torch's optimizers
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of others than torch's, too
 _OPTIONS = ("amsgrad", "centered", "momentum")  # with which they keep more
-_OF_ANOTHER_STEP = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam)  # or that look up nothing
+_OF_ANOTHER_STEP = (torch.optim.LBFGS, torch.optim.SparseAdam)  # with a closure, or sparse gradients
 
 
 def names_in(groups: list[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> list[list[str | None]]:
@@ -109,46 +110,63 @@ def check_saved(optimizers: Iterable[Optimizer], saved: dict[str, Any]) -> None:
     found = [list(group["params"]) for group in saved["param_groups"]]
     if found != expected:
         raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
-    parameters: dict[int, nn.Parameter] = {}
+    if others := saved["state"].keys() - {number for group in expected for number in group}:
+        raise StateError(
+            f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
+        )
     for (optimizer, own), group in zip(owners, saved["param_groups"], strict=True):
         for key, value in own.items():
             other = group.get(key, None if key == "lr" else value)  # an older torch has fewer
             if key != "params" and not _is_like(value, other):
                 rule = "a finite number" if _is_number(value) else f"like {value!r}"
                 raise StateError(f"{key} of the saved optimizer must be {rule}, got {other!r}")
+        fresh = {ndim: _after_a_step(optimizer, group, ndim) for ndim in {p.ndim for p in own["params"]}}
         for number, p in zip(group["params"], own["params"], strict=True):
-            parameters[number], state = p, saved["state"].get(number)
-            if state and (missing := _fields(optimizer, group, p.ndim) - state.keys()):
+            state = saved["state"].get(number, {})
+            if missing := fresh[p.ndim].keys() - state.keys() if _needs(optimizer, state) else ():
                 told = f"{min(missing)!r} of parameter {number}, got {list(state)}"
                 raise StateError(f"state of the saved optimizer must hold {told}")
-    if others := saved["state"].keys() - parameters.keys():
-        raise StateError(
-            f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
-        )
-    for number, state in saved["state"].items():
-        shapes = {tuple(parameters[number].shape), tuple(local(parameters[number]).shape)}
-        for key, tensor in state.items():
-            # a NaN in it is that of a step that is skipped, or will be
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
-            is_made = shape is not None or key != "momentum_buffer"
-            if key in _MOMENTS and is_made and shape not in shapes:
-                rule = f"have its parameter's shape, {min(shapes)}"
-                raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
-            if key == "step" and not _is_number(tensor):
-                raise StateError(f"step of the saved optimizer must be a finite number, got {tensor!r}")
+            for key, value in state.items():
+                _check_field(key, value, p, fresh[p.ndim].get(key), optimizer)
 
 
-def _fields(optimizer: Optimizer, group: dict[str, Any], ndim: int) -> set[str]:
-    """What one of torch's optimizers looks up of a parameter that has a state: what a first step makes."""
+def _needs(optimizer: Optimizer, state: dict[str, Any]) -> bool:
+    """Whether a step does not make the state of a parameter."""
+    return bool(state) or isinstance(optimizer, Adagrad)
+
+
+def _check_field(key: str, value: Any, p: nn.Parameter, like: Any, optimizer: Optimizer) -> None:
+    """Refuse what cannot be a field of a parameter; `like` is that of a small one, if it is known."""
+    if key == "step" or (like is not None and like.dim() < p.dim()):
+        if not _is_number(value):
+            raise StateError(f"{key} of the saved optimizer must be a finite number, got {value!r}")
+        return
+    is_not_made = value is None and key == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD)
+    if is_not_made or (like is None and key not in _MOMENTS):
+        return
+    kept = (1,) * p.dim() if like is None else [size > 1 for size in like.shape]
+    whole, own = (
+        tuple(size if is_kept else 1 for size, is_kept in zip(each.shape, kept, strict=True))
+        for each in (p, local(p))
+    )
+    # a NaN in it is that of a step that is skipped, or will be
+    shape = tuple(value.shape) if isinstance(value, Tensor) else value
+    if shape not in (whole, own):
+        rule = f"have its parameter's shape, {min(whole, own)}"
+        raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
+
+
+def _after_a_step(optimizer: Optimizer, group: dict[str, Any], ndim: int) -> dict[str, Any]:
+    """What one of torch's optimizers keeps of a parameter of two entries a side after a step."""
     kind: Any = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) != kind or kind in _OF_ANOTHER_STEP:
-        return set()
-    p = nn.Parameter(torch.zeros([1] * ndim))
+        return {}
+    p = nn.Parameter(torch.zeros([2] * ndim, device="cpu"), requires_grad=False)
     p.grad = torch.zeros_like(p)
     fresh = kind([p])
     fresh.param_groups[0] |= {key: group[key] for key in _OPTIONS if key in group}
-    fresh.step()
-    return set(fresh.state[p])
+    unwrap(kind.step)(fresh)  # nobody's hooks hear of it
+    return dict(fresh.state[p])
 
 
 def _is_like(value: Any, other: Any) -> bool:

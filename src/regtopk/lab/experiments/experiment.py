@@ -74,7 +74,7 @@ class WholeExperiment(Experiment[ConfigT]):
     def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
         folder, force, resume = place
         if resume and (folder / CONFIG).exists():
-            check_same_settings(folder, header["config"])
+            check_same_settings(folder, self.name, header["config"])
             if (folder / SUMMARY).exists():
                 return read_run(folder).summary
         records = []

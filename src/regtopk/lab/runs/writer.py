@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from regtopk.errors import OutputError, RunExistsError
-from regtopk.lab.runs.reading import read_header
+from regtopk.lab.runs.reading import RUN_HEADER, read_header
 from regtopk.lab.runs.run import CARRIED, CONFIG, FILES, METRICS, SUMMARY, Record
 
 
@@ -116,11 +116,12 @@ def check_holds_no_run(folder: Path) -> None:
             raise RunExistsError(f"output folder must not hold a run, but {folder} holds {name}")
 
 
-def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of the folder's run, which must have these settings, as far as it records them."""
-    header = read_header(folder)
-    for key, value in settings.items():
-        was = header.get("config", {}).get(key, value)
+def check_same_settings(folder: Path, experiment: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of the folder's run, of the same experiment and settings, as far as it records them."""
+    header = read_header(folder, RUN_HEADER)
+    recorded = {**header["config"], "experiment": header["experiment"]}
+    for key, value in {"experiment": experiment, **settings}.items():
+        was = recorded.get(key, value)
         if was != value:
             raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
     return header
@@ -144,12 +145,12 @@ def _open_locked(folder: Path) -> TextIO:
 
 def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
     """The old header with the new settings; the new command stands below the old ones."""
-    old = check_same_settings(folder, shared)
+    old = check_same_settings(folder, header["experiment"], shared)
     commands = [*old["command"].splitlines(), header["command"]]
     return {
         **old,
         **header,
         "versions": old["versions"],
         "command": "\n".join(dict.fromkeys(commands)),
-        "config": {**old.get("config", {}), **header["config"]},
+        "config": {**old["config"], **header["config"]},
     }

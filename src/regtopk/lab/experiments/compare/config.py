@@ -42,7 +42,7 @@ class CompareConfig(TaskSettings):
     """Settings of a comparison; 0 and empty words become the task's own defaults.
 
     Args:
-        algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
+        algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; if not given, all.
             Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, weight_decay, and what
             is exchanged: exchange=updates with every, fragments, delay, mix, clip_norm, outer, outer_lr,
             outer_momentum. every=4/4/4/1 makes the last of four workers four times slower: in a round it
