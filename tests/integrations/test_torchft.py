@@ -84,10 +84,7 @@ class Replicas:
 
     def start_lighthouse(self, port: int) -> None:
         self._lighthouse = LighthouseServer(
-            bind=f"[::]:{port}",
-            min_replicas=2,
-            join_timeout_ms=self._patience_ms,
-            heartbeat_timeout_ms=2_000,
+            bind=f"[::]:{port}", min_replicas=2, join_timeout_ms=self._patience_ms, heartbeat_timeout_ms=2_000
         )
 
     def lose_lighthouse(self) -> int:

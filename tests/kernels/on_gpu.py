@@ -312,8 +312,7 @@ def values_in_blocks() -> None:
 
 CHECKS = (
     sizes, adversarial, boundaries, dtypes, batches, thresholds_and_chunks, a_captured_graph,
-    calls_that_are_repeated, pieces, a_sharded_step, beyond_32_bits, draws,
-    values_in_blocks,
+    calls_that_are_repeated, pieces, a_sharded_step, beyond_32_bits, draws, values_in_blocks,
 )  # fmt: skip
 
 

@@ -123,16 +123,12 @@ def check_saved(optimizers: Iterable[Optimizer], saved: dict[str, Any]) -> None:
         fresh = {ndim: _after_a_step(optimizer, group, ndim) for ndim in {p.ndim for p in own["params"]}}
         for number, p in zip(group["params"], own["params"], strict=True):
             state = saved["state"].get(number, {})
-            if missing := fresh[p.ndim].keys() - state.keys() if _needs(optimizer, state) else ():
+            is_needed = bool(state) or isinstance(optimizer, Adagrad)  # whose step does not make one
+            if is_needed and (missing := fresh[p.ndim].keys() - state.keys()):
                 told = f"{min(missing)!r} of parameter {number}, got {list(state)}"
                 raise StateError(f"state of the saved optimizer must hold {told}")
             for key, value in state.items():
                 _check_field(key, value, p, fresh[p.ndim].get(key), optimizer)
-
-
-def _needs(optimizer: Optimizer, state: dict[str, Any]) -> bool:
-    """Whether a step does not make the state of a parameter."""
-    return bool(state) or isinstance(optimizer, Adagrad)
 
 
 def _check_field(key: str, value: Any, p: nn.Parameter, like: Any, optimizer: Optimizer) -> None:
@@ -144,15 +140,15 @@ def _check_field(key: str, value: Any, p: nn.Parameter, like: Any, optimizer: Op
     is_not_made = value is None and key == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD)
     if is_not_made or (like is None and key not in _MOMENTS):
         return
-    kept = (1,) * p.dim() if like is None else [size > 1 for size in like.shape]
-    whole, own = (
-        tuple(size if is_kept else 1 for size, is_kept in zip(each.shape, kept, strict=True))
+    sides = (2,) * p.dim() if like is None else like.shape  # one of 1 stays so
+    shapes = {
+        tuple(size if side > 1 else 1 for size, side in zip(each.shape, sides, strict=True))
         for each in (p, local(p))
-    )
+    }
     # a NaN in it is that of a step that is skipped, or will be
     shape = tuple(value.shape) if isinstance(value, Tensor) else value
-    if shape not in (whole, own):
-        rule = f"have its parameter's shape, {min(whole, own)}"
+    if shape not in shapes:
+        rule = f"have its parameter's shape, {min(shapes)}"
         raise StateError(f"{key} of the saved optimizer must {rule}, got {shape!r}")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 from regtopk.lab.experiments.settings import ConfigT, settings_of
-from regtopk.lab.runs import Panel, Record, RunWriter, check_same_settings, make_header, read_run
-from regtopk.lab.runs.run import CONFIG, SUMMARY
+from regtopk.lab.runs import CONFIG, SUMMARY, Panel, Record, RunWriter, make_header, read_run
+from regtopk.lab.runs.writer import check_same_settings
 
 Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say

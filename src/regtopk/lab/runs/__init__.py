@@ -13,10 +13,10 @@ A folder may instead hold several runs in subfolders, named as ``parts`` in its 
 
 from regtopk.lab.runs.reading import parts_of, read_header, read_object, read_records, read_run, reading_from
 from regtopk.lab.runs.run import CONFIG, METRICS, SUMMARY, Panel, Record, Run, make_header, versions
-from regtopk.lab.runs.writer import RunWriter, check_holds_no_run, check_same_settings, write_json, writing_to
+from regtopk.lab.runs.writer import RunWriter, check_holds_no_run, write_json, writing_to
 
 __all__ = [
     "CONFIG", "METRICS", "SUMMARY", "Panel", "Record", "Run", "RunWriter", "check_holds_no_run",
-    "check_same_settings", "make_header", "parts_of", "read_header", "read_object", "read_records",
+    "make_header", "parts_of", "read_header", "read_object", "read_records",
     "read_run", "reading_from", "versions", "write_json", "writing_to",
 ]  # fmt: skip
