@@ -23,7 +23,6 @@ from regtopk.lab.experiments.compare.search import SEARCH
 from regtopk.lab.runs import CONFIG, RunWriter, read_header, read_object, read_records, write_json
 
 SEARCH_RUNS = 10  # of every row
-NUM_EVALUATIONS = 6  # of every run
 LR = "0.001,0.002,0.004,0.008,0.016"  # of rows that name none
 PICKED = Path(__file__).parents[1] / "docs" / "results" / "enwik8-8"
 UPDATES, BF16 = "exchange=updates", ":value_code=bfloat16:sum_code=bfloat16"
@@ -114,6 +113,7 @@ class Table(NamedTuple):
     instead: Mapping[str, Mapping[str, float | str]] = {}  # of what was picked there, by row
     seeds: str = "1-3"
     search_runs: int = SEARCH_RUNS  # at most, of every row
+    num_evaluations: int = 6  # of every run
     dense_is_alike: bool = False  # one global batch: dense rows keep the lr that was picked for enwik8-8
 
 
@@ -134,6 +134,8 @@ MANY = {
 SIZES = ("dense AdamW", "dense Muon", "ours with returned", *ADVISED)
 SHARES = (0.5, 1, 2, 4, 8)  # of a learning rate: small networks take longer steps
 GPT2 = "--tokens gpt2 --set num_layers=12 --set width=768 --set context=256 --set batch_size=8 --steps 384"
+# rare tokens: Adam's second moments on a worker need a longer memory than those of dense training
+BETAS = {name: {"beta2": "0.95|0.99" if name.startswith("dense") else "0.99|0.998"} for name in LARGE}
 TABLES = {
     "enwik8-8": Table(168_000, "--tokens bytes"),
     "enwik8-8-again": Table(168_000, "--tokens bytes", NEAR, lr_shares=(1,), seeds="4-6"),
@@ -151,7 +153,7 @@ TABLES = {
     "enwik8-8-advised": Table(168_000, "--tokens bytes", tuple(ADVISED)),
     "enwik8-8-2x64": Table(4_300, "--tokens bytes --set num_layers=2 --set width=64", SIZES, SHARES),
     "enwik8-8-4x128": Table(29_400, "--tokens bytes --set num_layers=4 --set width=128", SIZES, SHARES),
-    "gpt2-12x768": Table(4_330_000, GPT2, LARGE, lr_shares=(0.25, 0.5, 1)),
+    "gpt2-12x768": Table(4_330_000, GPT2, LARGE, (0.5, 1), BETAS, search_runs=3, num_evaluations=2),
     "muloco-16": Table(
         180_000,
         "--tokens bytes --workers 16 --set batch_size=8 --steps 1560",
@@ -183,7 +185,7 @@ def command_of(table: Table, names: Sequence[str], more: Sequence[str]) -> list[
     """The comparison that runs some rows of a table."""
     rows = ",".join(words_for(table, name) for name in names)
     fixed = f"--data enwik8 --seeds {table.seeds} --lr {LR} --search-runs {table.search_runs} --resume"
-    fixed += f" --set num_evaluations={NUM_EVALUATIONS} --set precision=bfloat16"
+    fixed += f" --set num_evaluations={table.num_evaluations} --set precision=bfloat16"
     fixed += f" --received-bytes-per-step {table.received_bytes} {table.options}"
     return ["compare", "gpt", *fixed.split(), "--algorithms", rows, *more]
 

@@ -24,7 +24,7 @@ SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
 ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
 START = 0.01  # the density that an adaptive method starts from, unless told
 # words that are no options of an algorithm
-OWN = ("lr", "index_code", "optimizer", "weight_decay", "residual_dtype")
+OWN = ("lr", "index_code", "optimizer", "weight_decay", "beta2", "residual_dtype")
 Option = int | float | bool | str | None
 GridPoint = tuple[str, ...]  # of a grid: one value for each option, as written
 
@@ -44,6 +44,7 @@ class Method:
     index_code: str = ""
     optimizer: str = ""  # what follows the aggregate, or each worker's gradient
     weight_decay: float | None = None  # of matrices; None: the optimizer's own
+    beta2: float | None = None  # of Adam; None: the optimizer's own
     residual_dtype: str = ""
     rounds: Rounds = GRADIENTS  # what is exchanged, and how often
 
@@ -78,6 +79,8 @@ class Method:
             check_positive("lr", method.lr)
         if method.weight_decay is not None:
             check_number("weight_decay", method.weight_decay, "in [0, inf)", lambda x: 0 <= x < math.inf)
+        if method.beta2 is not None:
+            check_number("beta2", method.beta2, "in [0, 1)", lambda x: 0 <= x < 1)
         check_index_code(method.index_code or "raw32")
         check_choice("residual_dtype", method.residual_dtype or "float32", RESIDUAL_DTYPES)
         method.rounds.check(label)

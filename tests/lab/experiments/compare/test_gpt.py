@@ -52,14 +52,16 @@ def trained(method: str, data: str) -> tuple[Gpt, Tensor]:
     return task, trainer.models[0]
 
 
-def adamw(network: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def adamw(
+    network: nn.Module, beta2: float = 0.95
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """As one writes it with torch."""
     parameters = list(network.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.004, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=0.004, betas=(0.9, beta2))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 100)
 
 
@@ -78,10 +80,11 @@ def mean_grads(network: nn.Module, task: Gpt, step: int) -> None:
         parameter.grad /= 4
 
 
-def test_dense_gradients_are_a_plain_loop_with_adamw(data: str) -> None:
-    task, found = trained("dense", data)
+@pytest.mark.parametrize(("words", "beta2"), [("", 0.95), (":beta2=0.5", 0.5)])
+def test_dense_gradients_are_a_plain_loop_with_adamw(words: str, beta2: float, data: str) -> None:
+    task, found = trained(f"dense{words}", data)
     network = Gpt.make_network(task.config, task.examples, seed=0)
-    optimizer, schedule = adamw(network)
+    optimizer, schedule = adamw(network, beta2)
     for step in range(TINY["num_steps"]):
         mean_grads(network, task, step)
         assert nn.utils.clip_grad_norm_(network.parameters(), 1.0) > 1  # so that clipping is looked at

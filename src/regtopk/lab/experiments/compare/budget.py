@@ -90,7 +90,8 @@ def rows_of(config: CompareConfig, problem: Problem) -> list[GridAt]:
         method = given.with_budget(own_budget) if config.budgeted == "payload_bytes" else given
         # without what changes no message, so that points of a grid share what is found
         rounds = GRADIENTS._replace(fragments=given.rounds.fragments)
-        alike = replace(method, label=grid.label, lr=None, optimizer="", weight_decay=None, rounds=rounds)
+        alike = replace(method, label=grid.label, lr=None, optimizer="", weight_decay=None, beta2=None)
+        alike = replace(alike, rounds=rounds)
         return MethodAt(method, find_density(alike, own_budget) if method.takes_density else None)
 
     return [

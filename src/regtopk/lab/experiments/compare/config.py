@@ -12,7 +12,7 @@ from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.splits import check_split
 from regtopk.lab.experiments.settings import check_densities, parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
-from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
+from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, WITH_BETA2
 from regtopk.lab.method import Grid, GridPoint, Method
 
 OWN = ("data", "algorithms", "seeds")  # settings in which runs of one folder may differ
@@ -43,10 +43,10 @@ class CompareConfig(TaskSettings):
 
     Args:
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; if not given, all.
-            Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, weight_decay, and what
-            is exchanged: exchange=updates with every, fragments, delay, mix, clip_norm, outer, outer_lr,
-            outer_momentum. every=4/4/4/1 makes the last of four workers four times slower: in a round it
-            makes one step, and then waits. Weights follow the steps.
+            Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, weight_decay, beta2 of
+            Adam, and what is exchanged: exchange=updates with every, fragments, delay, mix, clip_norm,
+            outer, outer_lr, outer_momentum. every=4/4/4/1 makes the last of four workers four times slower:
+            in a round it makes one step, and then waits. Weights follow the steps.
             An option may have several values, every=2|4|8. They are searched on a seed that is not counted.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
@@ -120,6 +120,9 @@ class CompareConfig(TaskSettings):
             raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
         for method in self.methods:
             check_choice("optimizer", method.optimizer, OPTIMIZERS)
+            if method.beta2 is not None and method.optimizer not in WITH_BETA2:
+                known = ", ".join(WITH_BETA2)
+                raise ArgumentError(f"beta2 must stand with optimizer={known}, got {method.label!r}")
             if OPTIMIZERS[method.optimizer].has_muon and not self.kind.has_blocks:
                 raise ArgumentError(
                     f"optimizer must not be {method.optimizer} for {self.task}, whose model has no blocks of "

@@ -26,17 +26,20 @@ class Problem:
         self._config = config
         self._kind = TASKS[config.task]
         self._examples = self._kind.load(config)
-        self._tasks: dict[tuple[int, ...], Task] = {}
+        self._last: tuple[tuple[int, ...], Task] | None = None
         fingerprint = self._examples.fingerprint  # tells the examples from others
         self.contents = {self._kind.contents: fingerprint} if fingerprint else {}
 
     def task(self, seeds: Sequence[int], *, is_search: bool = False) -> Task:
-        """The task of some seeds, made once. A search is judged by validation examples, if there are any."""
+        """The task of some seeds. A search is judged by validation examples, if there are any.
+
+        The last one is kept, and no other: on a GPU its engine may hold half of the memory.
+        """
         key = is_search, *seeds
-        if key not in self._tasks:
+        if self._last is None or self._last[0] != key:
             examples = self._examples.for_search() if is_search else self._examples
-            self._tasks[key] = self._kind(self._config, seeds, examples)
-        return self._tasks[key]
+            self._last = key, self._kind(self._config, seeds, examples)
+        return self._last[1]
 
 
 __all__ = ["TASKS", "Problem", "Task", "TaskSettings"]

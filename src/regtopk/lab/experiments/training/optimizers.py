@@ -61,6 +61,7 @@ ADAMW = Recipe(
     weight_decay=0.1, max_norm=1.0, warm_up=100, last_share=0.1,
 )  # fmt: skip
 SIGNS = partial(torch.optim.Adam, betas=(0.0, 0.0), eps=1e-12)  # theta := theta - lr sign(grad)
+WITH_BETA2 = ("adam", "adamw", "muon")
 OPTIMIZERS = {
     "sgd": Recipe(torch.optim.SGD),
     "momentum": Recipe(partial(torch.optim.SGD, momentum=0.9)),
@@ -74,9 +75,13 @@ OPTIMIZERS = {
 
 
 def recipe_of(method: Method) -> Recipe:
-    """The recipe of a method's optimizer, with the weight decay that its words name."""
+    """The recipe of a method's optimizer, with the weight decay and the beta2 that its words name."""
     recipe = OPTIMIZERS[method.optimizer]
-    return recipe if method.weight_decay is None else replace(recipe, weight_decay=method.weight_decay)
+    if method.weight_decay is not None:
+        recipe = replace(recipe, weight_decay=method.weight_decay)
+    if method.beta2 is not None:
+        recipe = replace(recipe, make=partial(recipe.make, betas=(0.9, method.beta2)))
+    return recipe
 
 
 class Descent:
