@@ -116,17 +116,20 @@ def test_the_largest_numbers_are_finite(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("num_pieces", [1, len(SHAPES)])
+@pytest.mark.parametrize("num_sent", [900, 9000])  # so many are copied with all others
 @pytest.mark.parametrize("make", [pieces_of, alike])
-def test_a_sparse_vector_is_spread(name: str, dtype: torch.dtype, num_pieces: int, make: Make) -> None:
+def test_a_sparse_vector_is_spread(
+    name: str, dtype: torch.dtype, num_pieces: int, num_sent: int, make: Make
+) -> None:
     pieces = [torch.full_like(piece, math.nan) for piece in make(dtype)]
     numel = sum(piece.numel() for piece in pieces)
     if num_pieces == 1:
         pieces = [torch.full((numel,), math.nan, dtype=dtype)]
     generator = torch.Generator().manual_seed(1)
-    indices = torch.stack([torch.randperm(numel, generator=generator)[:900] for _ in range(3)])
+    indices = torch.stack([torch.randperm(numel, generator=generator)[:num_sent] for _ in range(3)])
     indices[1, :10] = indices[0, :10]  # some in two rows
     indices[2, :2] = torch.tensor([0, numel - 1])
-    counts = torch.tensor([900, 700, 900])
+    counts = torch.tensor([num_sent, 700, num_sent])
     rows = [row[:count].sort().values for row, count in zip(indices, counts, strict=True)]
     indices = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     vector = torch.zeros(numel, dtype=dtype)

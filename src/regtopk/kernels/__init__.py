@@ -19,13 +19,13 @@ from regtopk.kernels.dispatch import (
     spread_,
     sum_dense_in_rank_order,
 )
-from regtopk.kernels.reference.pieces import Support, is_finite, parts_of
+from regtopk.kernels.reference.pieces import Pieces, Support, is_finite, parts_of
 from regtopk.kernels.reference.selection import Damped, Taken, estimate_threshold, take_at_
 from regtopk.kernels.reference.sums import find_non_finite_row, sum_sparse_in_rank_order
 from regtopk.kernels.self_check import self_check
 
 __all__ = [
-    "MAX_ROWS", "Damped", "Support", "Taken", "add_in_rank_order_", "block_programs",
+    "MAX_ROWS", "Damped", "Pieces", "Support", "Taken", "add_in_rank_order_", "block_programs",
     "capture_nothing_in_this_thread", "describe", "estimate_threshold", "find_non_finite_row",
     "index_loops", "is_finite", "join_", "kernel_for", "message_programs", "overwrite_if_", "parts_of",
     "repeat", "self_check", "spread_", "sum_dense_in_rank_order", "sum_sparse_in_rank_order", "take_at_",

@@ -142,7 +142,7 @@ def test_owners_are_told_sizes_and_all_hear_what_comes_back() -> None:
 
 def test_the_agreement_is_as_long_as_what_ranks_tell_one_another() -> None:
     listing = Listing(4)
-    Agreement(listing, None, Question(3, ["weight", "bias"], [7]), torch.tensor(True))
+    Agreement(listing, None, Question(3, ("weight", "bias"), (7,)), torch.tensor(True))
     (move, *_) = exchange_of(PlannedMethod("topk", 0.01, "float32"), Workload.of_size(1000), 4).moves
     assert listing.calls == [("all_gather", move.sent_bytes / 3)]
 

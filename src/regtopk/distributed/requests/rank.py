@@ -15,7 +15,8 @@ from regtopk.kernels import Support
 from regtopk.wire import encode, raise_for_status
 
 _DEFAULTS = Options()
-_WRITTEN_AT_ONCE = 16  # entries that are cleared in one go take as long as one that is cleared by its index
+# entries that are cleared in one go take as long as one that is cleared by its index
+_WRITTEN_AT_ONCE = {"cpu": 16, "cuda": 48}
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,8 @@ class Total:
     def cleared(self) -> Tensor:
         """The vector's memory, made zero: only where it is not, if that is known and little."""
         support = self.support_of(self.vector)
-        if support is None or support.indices.numel() * _WRITTEN_AT_ONCE > self.vector.numel():
+        at_once = _WRITTEN_AT_ONCE.get(self.vector.device.type, 16)
+        if support is None or support.indices.numel() * at_once > self.vector.numel():
             return self.vector.zero_()
         return self.vector.scatter_(-1, support.indices.flatten(-2), 0)
 

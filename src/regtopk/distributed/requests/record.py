@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from regtopk.core.options import counted
 from regtopk.core.timer import Timer
@@ -44,7 +44,7 @@ class StepRecord:
 
     def as_dict(self) -> dict[str, float]:
         """The numbers by name."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 class Ledger:

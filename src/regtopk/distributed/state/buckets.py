@@ -1,7 +1,7 @@
 """Parameters that are exchanged together, and their state, which follows parameters by name."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from regtopk.core.precision import initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Rank, SumBuffer
-from regtopk.distributed.state.layout import as_flat, flat_dtype
+from regtopk.distributed.state.layout import ByName, as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters
 
 Names = tuple[str, ...]
@@ -57,9 +57,9 @@ class Bucket:
         """Go back to the settled state."""
         self.state, self.state_before = self.settled_state, None
 
-    def join(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def join(self, grads: ByName) -> tuple[Tensor, Tensor | None]:
         """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""
-        tensors = [grads[name] for name in self.names]
+        tensors = grads.row(self.names)
         flat = as_flat(tensors, self.worker.weight.dtype)
         if flat is not None:
             return flat, None

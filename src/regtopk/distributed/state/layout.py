@@ -8,6 +8,21 @@ from torch import Tensor, nn
 
 from regtopk import kernels
 
+
+class ByName(dict[str, Tensor]):
+    """Tensors by name. Those of a bucket are put in a row once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._rows: dict[Sequence[str], kernels.Pieces] = {}
+
+    def row(self, names: Sequence[str]) -> kernels.Pieces:
+        """The tensors of a bucket's names, a tuple."""
+        if names not in self._rows:
+            self._rows[names] = kernels.Pieces(map(self.__getitem__, names))
+        return self._rows[names]
+
+
 # What is done with a vector of some parameters, by name; it is zero outside of its support, if it has one.
 Write = Callable[[Sequence[str], Tensor, kernels.Support | None], None]
 
@@ -33,8 +48,8 @@ def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
 
 def into(targets: Mapping[str, Tensor], write: Callable[..., None] | None = None) -> Write:
     """Write into the tensors of some names; or `subtract_` from them."""
-    write = write or write_
-    return lambda names, *vector: write([targets[name] for name in names], *vector)
+    write, by_name = write or write_, targets if isinstance(targets, ByName) else ByName(targets)
+    return lambda names, *vector: write(by_name.row(names), *vector)
 
 
 def write_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:

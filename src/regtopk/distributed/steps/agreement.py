@@ -6,7 +6,8 @@ step counts, and undoes what it must. The host reads the answers after the step 
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -26,14 +27,19 @@ class Question(NamedTuple):
     """What a rank is about to exchange, which must be the same on all ranks."""
 
     num_steps: int  # done so far
-    names: list[str]  # the parameters, in order
-    num_selected: list[int]  # entries to send of each bucket; -1 where that is not known before
+    names: tuple[str, ...]  # the parameters, in order
+    num_selected: tuple[int, ...]  # entries to send of each bucket; -1 where that is not known before
 
     @property
     def what(self) -> tuple[int, ...]:
         """What is exchanged, as numbers: they are the same only if it is the same."""
-        sums = [crc32(repr(things).encode()) for things in (self.names, self.num_selected)]
-        return len(self.names), sum(n for n in self.num_selected if n > 0), *sums
+        num_entries = sum(n for n in self.num_selected if n > 0)
+        return len(self.names), num_entries, _crc32(self.names), _crc32(self.num_selected)
+
+
+@lru_cache(maxsize=256)  # names are many, and the same in every step
+def _crc32(things: tuple[Any, ...]) -> int:
+    return crc32(repr(things).encode())
 
 
 class OnItsWay:
@@ -134,10 +140,10 @@ class Agreement:
         are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
         rule = "all ranks must exchange the same parameters at the same step"
         _check_same(rule, steps, map("step {}".format, steps), ranks)
-        first = f", which differ; this rank's begin with {self.question.names[:1]}"
+        first = f", which differ; this rank's begin with {[*self.question.names[:1]]}"
         _check_same(rule, names, map("{} parameters".format, num_names), ranks, first)
         rule = "all ranks must select equally many entries of every bucket"
-        own = f" in all; this rank {self.question.num_selected}"
+        own = f" in all; this rank {[*self.question.num_selected]}"
         _check_same(rule, selected, map(str, num_entries), ranks, own)
         self.waits = {n: waited / 1e6 for n, waited in zip(ranks, waited_us, strict=True)}
         return are_bad

@@ -223,14 +223,15 @@ class Steps:
 
     def run(self, grads: dict[str, Tensor]) -> None:
         """A whole step: the gradients, by name, become the aggregate in place, or NaN."""
+        by_name = layout.ByName(grads)
 
         def take() -> Vectors:
-            joined = [bucket.join(grads) for bucket in self.buckets.all]
+            joined = [bucket.join(by_name) for bucket in self.buckets.all]
             are_finite = [self.unscale_(*each) for each in joined]
             return [flat for flat, _ in joined], torch.stack(are_finite).all()
 
         with self.step(take) as step:
-            step.exchange(layout.into(grads))
+            step.exchange(layout.into(by_name))
 
     def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], tokens: float, may_go_on: bool) -> Step:
         """See that all ranks are here, exchange the same, and have finite vectors."""
@@ -243,8 +244,9 @@ class Steps:
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
         turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._num_dense)
-        names = [name for bucket in buckets for name in bucket.names]
-        question = Question(self._num_steps, names, [_num_selected(bucket, turn) for bucket in buckets])
+        names = sum((bucket.names for bucket in buckets), ())
+        selected = tuple(_num_selected(bucket, turn) for bucket in buckets)
+        question = Question(self._num_steps, names, selected)
         # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
         # A rank that now asks for something else hears of it, and raises.
         is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens

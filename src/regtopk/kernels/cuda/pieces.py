@@ -13,23 +13,25 @@ from torch.autograd.graph import increment_version
 from regtopk.kernels.cuda.launch import launch
 from regtopk.kernels.cuda.programs.pieces import join, overwrite, scatter
 from regtopk.kernels.reference import pieces as reference
-from regtopk.kernels.reference.pieces import Support
+from regtopk.kernels.reference.pieces import Pieces, Support
 
-_TILE, _TILE_WARPS = 1 << 12, 8  # entries that one program copies
+_TILE, _TILE_WARPS = 1 << 10, 4  # entries that one program copies
 _BLOCK = 1 << 10  # entries that one program scatters
+_COPIED = 48  # entries that are copied with their neighbours take as long as one that is scattered
 _dtype_of = attrgetter("dtype")
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
     """See `reference.pieces.join_`."""
-    if not _has_table(pieces) or (start is not None and pieces[0].dtype != vector.dtype):
+    table = None if start is not None and pieces[0].dtype != vector.dtype else _table_of(pieces)
+    if table is None:
         return reference.join_(vector, pieces, start)
     increment_version(vector)  # torch does not see what programs write
     with torch.cuda.device_of(vector):
         num_bad = torch.zeros((), dtype=torch.int32, device=vector.device)
         own = {"vector": vector, "num_bad": num_bad, "HAS_START": start is not None}
-        own["start_addresses"] = _addresses_of(pieces if start is None else start)
-        _launch_on_tiles(join, pieces, own)
+        own["start_addresses"] = table["addresses"] if start is None else _addresses_of(start)
+        _launch_on_tiles(join, table | own)
         return num_bad == 0
 
 
@@ -39,61 +41,77 @@ def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tenso
         places = [place for place, piece in enumerate(pieces) if piece.dtype == dtype]
         own = [pieces[place] for place in places]
         others = source if isinstance(source, float) else [source[place] for place in places]
-        has_table = _has_table(own if isinstance(others, float) else own + others)
-        (_overwrite_if_ if has_table else reference.overwrite_if_)(flag, own, others)
-
-
-def _overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
-    increment_version(pieces)
-    with torch.cuda.device_of(flag):
-        others = pieces if isinstance(source, float) else source
-        own = {
-            "flag": flag.view(torch.uint8), "source_addresses": _addresses_of(others),
-            "HAS_SOURCE": others is source, "IS_NAN": source != 0.0,
-        }  # fmt: skip
-        _launch_on_tiles(overwrite, pieces, own)
+        table = _table_of(own)
+        if table is None or not (isinstance(others, float) or _are_alike(own[:1] + others)):
+            reference.overwrite_if_(flag, own, others)
+            continue
+        increment_version(own)
+        with torch.cuda.device_of(flag):
+            _overwrite_if_(flag, table, others if isinstance(others, float) else _addresses_of(others))
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     """See `reference.pieces.spread_`."""
-    if len(pieces) == 1 or not _has_table(pieces):
+    table = None if len(pieces) == 1 else _table_of(pieces)
+    if table is None:
         reference.spread_(pieces, vector, support)
         return
-    _overwrite_if_(_true(pieces[0].device, _stream_of(pieces[0])), pieces, 0.0)
     increment_version(pieces)
+    always = _true(vector.device, _stream_of(vector))
     with torch.cuda.device_of(vector):
         indices = support.indices.contiguous()
+        if indices.numel() * _COPIED > vector.numel() and vector.dtype == pieces[0].dtype:
+            _overwrite_if_(always, table, table["starts"] * vector.itemsize + vector.data_ptr())
+            return
+        _overwrite_if_(always, table, 0.0)
         own = {
             "vector": vector, "indices": indices, "num_taken": indices.numel(), "NUM_PIECES": len(pieces),
             "NUM_STEPS": (len(pieces) - 1).bit_length(), "BLOCK": _BLOCK,
         }  # fmt: skip
-        launch(scatter, (-(-indices.numel() // _BLOCK), 1), _table_of(pieces) | own)
+        launch(scatter, (-(-indices.numel() // _BLOCK), 1), table | own)
 
 
-def _launch_on_tiles(program: Any, pieces: Sequence[Tensor], own: dict[str, Any]) -> None:
-    table = _table_of(pieces)
-    launch(program, (len(table["tile_pieces"]), 1), table | own, _TILE_WARPS)
+def _overwrite_if_(flag: Tensor, table: dict[str, Any], source: Tensor | float) -> None:
+    """Write zero, NaN or what lies at a source's addresses."""
+    has_source = isinstance(source, Tensor)
+    own = {
+        "flag": flag.view(torch.uint8), "source_addresses": source if has_source else table["addresses"],
+        "HAS_SOURCE": has_source, "IS_NAN": not has_source and source != 0.0,
+    }  # fmt: skip
+    _launch_on_tiles(overwrite, table | own)
 
 
-def _has_table(pieces: Sequence[Tensor]) -> bool:
-    """Whether one program can read all of them: of one type, each one piece of memory.
+def _launch_on_tiles(program: Any, arguments: dict[str, Any]) -> None:
+    launch(program, (len(arguments["tile_pieces"]), 1), arguments, _TILE_WARPS)
 
-    A table that is first needed in a capture would be copied to the device only when that is replayed.
+
+def _table_of(pieces: Sequence[Tensor]) -> dict[str, Any] | None:
+    """What every program reads: any piece for their type, where all lie, and how they are cut into tiles.
+
+    None if one program cannot read all. To ask every tensor takes the host as long as a program runs, so it
+    is done once for `Pieces`. A table that is first needed in a capture would be copied to the device only
+    when that is replayed.
     """
-    is_capturing = pieces[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    are_alike = len(set(map(_dtype_of, pieces))) == 1
-    return not is_capturing and are_alike and all(map(Tensor.is_contiguous, pieces))
+    if isinstance(pieces, Pieces) and pieces.table is not None:
+        return pieces.table
+    is_capturing = pieces[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_capturing or not _are_alike(pieces):
+        return None
+    tiles = _tiles(tuple(map(Tensor.numel, pieces)), pieces[0].device, _stream_of(pieces[0]))
+    table = {"first": pieces[0], "addresses": _addresses_of(pieces), "TILE": _TILE, **tiles}
+    if isinstance(pieces, Pieces):
+        pieces.table = table
+    return table
+
+
+def _are_alike(pieces: Sequence[Tensor]) -> bool:
+    """Whether they are of one type, each one piece of memory."""
+    return len(set(map(_dtype_of, pieces))) == 1 and all(map(Tensor.is_contiguous, pieces))
 
 
 def _stream_of(tensor: Tensor) -> int:
     """The current stream: tables are made, read and let go of on one."""
     return torch.cuda.current_stream(tensor.get_device()).cuda_stream if tensor.is_cuda else 0
-
-
-def _table_of(pieces: Sequence[Tensor]) -> dict[str, Any]:
-    """What every program reads: any piece for their type, where all lie, and how they are cut into tiles."""
-    tiles = _tiles(tuple(map(Tensor.numel, pieces)), pieces[0].device, _stream_of(pieces[0]))
-    return {"first": pieces[0], "addresses": _addresses_of(pieces), "TILE": _TILE, **tiles}
 
 
 @lru_cache(maxsize=64)

@@ -2,10 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Pieces(list[Tensor]):
+    """Tensors that make one vector, in this order, as long as none of them gets other memory."""
+
+    table: dict[str, Any] | None = None  # what a kernel has found out about where they lie
 
 
 class Support(NamedTuple):
