@@ -6,7 +6,7 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 # The tests run in two parts side by side. One has all that forks ranks: the process that ranks are forked from takes
 # eight seconds to import torch and the rest, so there is one of it.
 WITH_RANKS := tests/distributed tests/integrations tests/lab/experiments/ranks tests/lab/plan/test_costs.py \
-	tests/lab/test_launch.py
+	tests/lab/test_launch.py tests/slow_network/test_peer_topk.py
 KERNELS := tests/kernels tests/slow_network
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
@@ -20,6 +20,9 @@ SLOW := tests/kernels/test_compiles.py::test_every_program_compiles \
 	tests/slow_network/test_namespaces.py::test_a_signal_removes_what_was_made \
 	tests/slow_network/test_nat.py::test_a_tunnel_changes_no_bit \
 	tests/distributed/test_example.py::test_it_trains_on_two_machines \
+	tests/distributed/test_failures.py::test_a_killed_rank_comes_back_with_the_same_bits[kills-delay] \
+	tests/distributed/test_failures.py::test_a_killed_rank_comes_back_with_the_same_bits[kills-returned] \
+	tests/distributed/test_guide.py::test_the_tutorial_prints_what_it_shows \
 	tests/distributed/test_failures.py::test_updates_of_a_killed_rank_come_back_with_the_same_bits
 
 .PHONY: demo docs test test-kernels test-others test-distributed

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.gradients.fsdp_units import Unit, bits_of, modules_of, sharding_of, units_of
+from regtopk.distributed.gradients.fsdp_units import Unit, bits_of, sharding_of, units_of
 from regtopk.distributed.options import Options, refuse_k
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import as_flat, flat_dtype
-from regtopk.distributed.state.parameters import Parameters, after_backward
+from regtopk.distributed.state.parameters import Parameters, after_backward, modules_of
 from regtopk.distributed.state.shards import DenseMean, Shards, replicas_of
 from regtopk.distributed.steps.attached import watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
@@ -63,7 +63,7 @@ class ShardedHookState(ExchangeBase):
         self._arrived: set[str] = set()  # the units in this backward
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
-        self._model, self._modules = model, modules_of(model)
+        self._model, self._modules = model, _modules_of(model)
         watch_optimizer(self)
         self._are_compared = False  # whether the replicas have begun alike
         for unit in self._everything:
@@ -111,7 +111,7 @@ class ShardedHookState(ExchangeBase):
 
     def _check_model(self) -> None:
         """Refuse a model that has changed; and replicas that do not begin alike, which would stay apart."""
-        if modules_of(self._model) != self._modules:
+        if _modules_of(self._model) != self._modules:
             raise ClusterError(
                 "modules and parameters of a model must stay what they were when it was attached: call "
                 "detach(), and attach again"
@@ -175,6 +175,12 @@ class ShardedHookState(ExchangeBase):
         if whole is not None and whole.numel() == own.numel():
             return [(0, whole)]
         return list(zip(self._places[unit.name], grads, strict=False))  # fewer of a unit that did not arrive
+
+
+def _modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
+    """All modules, and how many parameters they have, which FSDP replaces."""
+    found = modules_of(model)
+    return found, sum(len(module._parameters) for module in found)
 
 
 def _room_for(parameters: Parameters) -> dict[str, Tensor]:

@@ -57,9 +57,11 @@ class Unit(NamedTuple):
     def check_division(self, dtype: torch.dtype) -> None:
         """FSDP must have divided the gradients by the number of shards before the hook gets them."""
         is_sum = getattr(self.group, "force_sum_reduction_for_comms", False)
+        if not is_sum and dtype in (torch.float32, torch.bfloat16):
+            return
         factor = getattr(self.group, "gradient_divide_factor", None)
         is_one_factor = factor is None and self.trainable[0].device_mesh.size() <= 2
-        if is_sum or not (is_one_factor or dtype in (torch.float32, torch.bfloat16)):
+        if is_sum or not is_one_factor:
             raise ClusterError(
                 f"gradients of FSDP unit {self.name!r} must be divided by the number of shards before the "
                 f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "
@@ -115,14 +117,6 @@ def _padded_numel(p: Any) -> int:
     """How many entries of the flat vector are a parameter's: as many on every rank."""
     rows = -(-p.shape[0] // p.device_mesh.size())
     return int(rows * p.shape[1:].numel())
-
-
-def modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
-    """All modules inside a model, and how many parameters they have: quickly, for every step."""
-    found = [model]
-    for module in found:  # it grows meanwhile
-        found += [child for child in module._modules.values() if child is not None]
-    return found, sum(len(module._parameters) for module in found)
 
 
 def bits_of(model: nn.Module) -> dict[str, int]:

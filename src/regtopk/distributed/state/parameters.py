@@ -1,5 +1,6 @@
 """The trainable parameters of an exchange, by name, and what must not happen to them afterwards."""
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ class Parameters:
         if self._module is not None and not self.takes_dtensors:
             _refuse_modules(self._module)
         self.whole = self._trainable(source)
+        self._seen: list[object] = []  # of the module, when names were last looked up
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.kinds = {} if self._module is None else layer_kinds(self._module)
 
@@ -50,16 +52,24 @@ class Parameters:
 
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
+        found = [] if self._module is None else contents_of(self._module)
+        if len(found) != len(self._seen) or not all(map(operator.is_, found, self._seen)):
+            self._check_names()
+            self._seen = found
+        for name, p in self.named.items():
+            if self.shapes[name] != p.shape:
+                raise ClusterError(
+                    f"parameter {name!r} must keep its shape {self.shapes[name]}, got {tuple(p.shape)}"
+                )
+
+    def _check_names(self) -> None:
+        """The same without shapes; to go through all names takes a millisecond."""
         for name, p in [] if self._module is None else self._module.named_parameters():
             if p.requires_grad and name not in self._ignored and self.whole.get(name) is not p:
                 raise ClusterError(
                     f"parameter {name!r} of shape {tuple(p.shape)} must have been there, requiring a "
                     "gradient, when the exchange was made: make a new one (for DDP: wrap the model anew)"
                 )
-        for name, p in self.named.items():
-            old, new = self.shapes[name], tuple(p.shape)
-            if old != new:
-                raise ClusterError(f"parameter {name!r} must keep its shape {old}, got {new}")
 
     def check_trainable(self) -> None:
         """Refuse parameters that were frozen since: what is still owed to them would be lost."""
@@ -120,6 +130,21 @@ def _refuse_modules(module: nn.Module) -> None:
             )
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             raise ClusterError(f"{what} must have sparse=False, got {kind} with sparse=True")
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules inside a model: quickly, for every step."""
+    found = [model]
+    for module in found:  # it grows meanwhile
+        found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def contents_of(model: nn.Module) -> list[object]:
+    """All modules inside a model, their parameters, and which of them require a gradient."""
+    modules = modules_of(model)
+    own = [p for module in modules for p in module._parameters.values() if p is not None]
+    return [*modules, *own, *[p.requires_grad for p in own]]
 
 
 def uncompiled(model: object) -> object:
