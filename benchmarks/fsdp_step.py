@@ -1,9 +1,10 @@
 """What does the hook of `attach` cost in a step of a sharded GPT, and does it make the host wait in backward?
 
-A GPT of 124 million parameters (12 layers of width 768, a unit each) trains on one device in two settings: by
-one process, with NCCL where there is a GPU (1 x 1), and by two processes that share the device, replicas
-joined by gloo (2 x 1). All variants run in turn, round after round, so their ratio does not drift with the
-machine. Printed is the median over rounds of each round's ratio to no hook, which sends nothing at all.
+A GPT of 124 million parameters (12 layers of width 768, a unit each) trains on one device in several
+settings: by one process, with NCCL where there is a GPU (1 x 1), and by two processes that share the
+device, replicas joined by gloo (2 x 1), on a GPU also by NCCL, to which each says that it is a host of its
+own. All variants run in turn, round after round, so their ratio does not drift with the machine. Printed is
+the median over rounds of each round's ratio to no hook, which sends nothing at all.
 
 On CUDA one more step of each variant, in the setting of one process, counts where the host waits for the
 device inside backward (`torch.cuda.set_sync_debug_mode`), by line of code. No line is left out.
@@ -109,14 +110,17 @@ class Stepper:
             torch.cuda.synchronize()
 
 
-def rank_main(rank: int, world: int, batch: int, options: argparse.Namespace, folder: str) -> None:
+def rank_main(
+    rank: int, world: int, backend: str, batch: int, options: argparse.Namespace, folder: str
+) -> None:
     device = torch.device(options.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-    backend = "nccl" if world == 1 and device.type == "cuda" else "gloo"
+    if world > 1 and backend == "nccl":
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = init_device_mesh(device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
     steppers = {name: Stepper(given, mesh, device, options, batch) for name, given in VARIANTS.items()}
@@ -141,10 +145,10 @@ def rank_main(rank: int, world: int, batch: int, options: argparse.Namespace, fo
     dist.destroy_process_group()
 
 
-def measure(world: int, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(world: int, backend: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """One setting."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(rank_main, (world, batch, options, folder), nprocs=world)  # type: ignore[no-untyped-call, attr-defined]
+        mp.start_processes(rank_main, (world, backend, batch, options, folder), nprocs=world)  # type: ignore[no-untyped-call, attr-defined]
         setting, numel, rounds, sent, syncs = torch.load(Path(folder) / "found", weights_only=True)
     rows = [
         {
@@ -183,8 +187,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     is_cuda = options.device.startswith("cuda")
+    groups = [(1, "nccl"), (2, "gloo"), (2, "nccl")] if is_cuda else [(1, "gloo"), (2, "gloo")]
     report = {
-        "settings": [measure(world, batch, options) for world in (1, 2) for batch in options.batch],
+        "settings": [measure(*group, batch, options) for group in groups for batch in options.batch],
         "hardware": torch.cuda.get_device_name()
         if is_cuda
         else f"{os.cpu_count()} CPUs, {platform.machine()}",

@@ -77,8 +77,8 @@ def exchanges(record: dict[str, Any], costs: Calibration) -> Iterator[Row]:
 
 
 def steps(record: dict[str, Any], costs: Calibration) -> Iterator[Row]:
-    """Of benchmarks/fsdp_step.py."""
-    for setting in record["settings"]:
+    """Of benchmarks/fsdp_step.py; not where NCCL takes sockets between two ranks of one device."""
+    for setting in (each for each in record["settings"] if "2 x 1, nccl" not in each["setting"]):
         without, *others = setting["results"]
         for row in others:
             method = next(PlannedMethod(*VARIANTS[name]) for name in VARIANTS if name in row["variant"])
