@@ -178,7 +178,7 @@ class ShardedHookState(ExchangeBase):
 
 
 def _modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
-    """All modules, and how many parameters they have, which FSDP replaces."""
+    """All modules, and how many parameters they have: counted, because FSDP replaces the objects."""
     found = modules_of(model)
     return found, sum(len(module._parameters) for module in found)
 

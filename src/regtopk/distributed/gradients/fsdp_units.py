@@ -57,11 +57,11 @@ class Unit(NamedTuple):
     def check_division(self, dtype: torch.dtype) -> None:
         """FSDP must have divided the gradients by the number of shards before the hook gets them."""
         is_sum = getattr(self.group, "force_sum_reduction_for_comms", False)
-        if not is_sum and dtype in (torch.float32, torch.bfloat16):
-            return
         factor = getattr(self.group, "gradient_divide_factor", None)
-        is_one_factor = factor is None and self.trainable[0].device_mesh.size() <= 2
-        if is_sum or not is_one_factor:
+        is_divided = dtype in (torch.float32, torch.bfloat16) or (
+            factor is None and self.trainable[0].device_mesh.size() <= 2
+        )
+        if is_sum or not is_divided:
             raise ClusterError(
                 f"gradients of FSDP unit {self.name!r} must be divided by the number of shards before the "
                 f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "

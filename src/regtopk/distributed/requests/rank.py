@@ -15,7 +15,7 @@ from regtopk.kernels import Support
 from regtopk.wire import encode, raise_for_status
 
 _DEFAULTS = Options()
-# entries that are cleared in one go take as long as one that is cleared by its index
+# so many entries that are cleared in one go take as long as one by its index
 _WRITTEN_AT_ONCE = {"cpu": 16, "cuda": 48}
 
 

@@ -1,6 +1,6 @@
 """Gradients of several parameters as one flat vector."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 
 import torch
@@ -14,17 +14,17 @@ class ByName(dict[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
-        self._rows: dict[Sequence[str], kernels.Pieces] = {}
+        self._rows: dict[tuple[str, ...], kernels.Pieces] = {}
 
-    def row(self, names: Sequence[str]) -> kernels.Pieces:
-        """The tensors of a bucket's names, a tuple."""
+    def row(self, names: tuple[str, ...]) -> kernels.Pieces:
+        """The tensors of a bucket's names."""
         if names not in self._rows:
             self._rows[names] = kernels.Pieces(map(self.__getitem__, names))
         return self._rows[names]
 
 
 # What is done with a vector of some parameters, by name; it is zero outside of its support, if it has one.
-Write = Callable[[Sequence[str], Tensor, kernels.Support | None], None]
+Write = Callable[[tuple[str, ...], Tensor, kernels.Support | None], None]
 
 
 def flat_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:

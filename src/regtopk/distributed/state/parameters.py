@@ -28,7 +28,7 @@ class Parameters:
         if self._module is not None and not self.takes_dtensors:
             _refuse_modules(self._module)
         self.whole = self._trainable(source)
-        self._seen: list[object] = []  # of the module, when names were last looked up
+        self._seen: list[object] = []  # in the module when names were last looked up, and kept until then
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.kinds = {} if self._module is None else layer_kinds(self._module)
 
@@ -63,7 +63,7 @@ class Parameters:
                 )
 
     def _check_names(self) -> None:
-        """The same without shapes; to go through all names takes a millisecond."""
+        """Refuse parameters that were added or replaced; to look up all names takes a millisecond."""
         for name, p in [] if self._module is None else self._module.named_parameters():
             if p.requires_grad and name not in self._ignored and self.whole.get(name) is not p:
                 raise ClusterError(
@@ -133,18 +133,24 @@ def _refuse_modules(module: nn.Module) -> None:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules inside a model: quickly, for every step."""
-    found = [model]
+    """All modules inside a model, once each: quickly, for every step."""
+    found, seen = [model], {model}
     for module in found:  # it grows meanwhile
-        found += [child for child in module._modules.values() if child is not None]
+        new = {child: None for child in module._modules.values() if child is not None and child not in seen}
+        found += new
+        seen.update(new)
     return found
 
 
 def contents_of(model: nn.Module) -> list[object]:
-    """All modules inside a model, their parameters, and which of them require a gradient."""
+    """All modules inside a model, all names, the parameters, and which of them require a gradient.
+
+    A parameter that a module's own `named_parameters` makes up is not among them.
+    """
     modules = modules_of(model)
+    names = [name for module in modules for name in (*module._modules, *module._parameters)]
     own = [p for module in modules for p in module._parameters.values() if p is not None]
-    return [*modules, *own, *[p.requires_grad for p in own]]
+    return [*modules, *names, *own, *[p.requires_grad for p in own]]
 
 
 def uncompiled(model: object) -> object:

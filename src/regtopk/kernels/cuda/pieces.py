@@ -59,11 +59,11 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     increment_version(pieces)
     always = _true(vector.device, _stream_of(vector))
     with torch.cuda.device_of(vector):
-        indices = support.indices.contiguous()
-        if indices.numel() * _COPIED > vector.numel() and vector.dtype == pieces[0].dtype:
+        if support.indices.numel() * _COPIED > vector.numel() and vector.dtype == pieces[0].dtype:
             _overwrite_if_(always, table, table["starts"] * vector.itemsize + vector.data_ptr())
             return
         _overwrite_if_(always, table, 0.0)
+        indices = support.indices.contiguous()
         own = {
             "vector": vector, "indices": indices, "num_taken": indices.numel(), "NUM_PIECES": len(pieces),
             "NUM_STEPS": (len(pieces) - 1).bit_length(), "BLOCK": _BLOCK,

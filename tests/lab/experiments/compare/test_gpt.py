@@ -16,8 +16,9 @@ from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.experiments.tasks import Problem
 from regtopk.lab.experiments.tasks.deep import Gpt
-from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
+from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, recipe_of
 from regtopk.lab.experiments.training.trainer import Trainer
+from regtopk.lab.method import Method
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 
@@ -139,6 +140,11 @@ def test_sgdw_decays_matrices_and_clips_nothing(words: str, decay: float, data: 
                 assert p.grad is not None
                 p.mul_(1 - lr * decay * (p.dim() > 1)).sub_(p.grad, alpha=lr)
     torch.testing.assert_close(found, flatten(network), rtol=1e-5, atol=1e-6)
+
+
+def test_beta2_may_be_zero() -> None:
+    optimizer = recipe_of(Method.parse("dense:optimizer=muon:beta2=0")).make([torch.zeros(1)], lr=0.1)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:

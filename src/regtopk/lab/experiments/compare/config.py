@@ -121,7 +121,7 @@ class CompareConfig(TaskSettings):
         for method in self.methods:
             check_choice("optimizer", method.optimizer, OPTIMIZERS)
             if method.beta2 is not None and method.optimizer not in WITH_BETA2:
-                known = ", ".join(WITH_BETA2)
+                known = " or ".join(WITH_BETA2)
                 raise ArgumentError(f"beta2 must stand with optimizer={known}, got {method.label!r}")
             if OPTIMIZERS[method.optimizer].has_muon and not self.kind.has_blocks:
                 raise ArgumentError(

@@ -80,7 +80,7 @@ def recipe_of(method: Method) -> Recipe:
     if method.weight_decay is not None:
         recipe = replace(recipe, weight_decay=method.weight_decay)
     if method.beta2 is not None:
-        recipe = replace(recipe, make=partial(recipe.make, betas=(0.9, method.beta2)))
+        recipe = replace(recipe, make=partial(recipe.make, betas=(0.9, float(method.beta2))))
     return recipe
 
 
