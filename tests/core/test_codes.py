@@ -116,13 +116,10 @@ def survivors(kind: str) -> Tensor:
 @pytest.mark.parametrize(
     ("code", "gauss", "heavy"),
     [
-        ("bfloat16", 0.002, 0.002),
-        ("float16", 3e-4, 3e-4),
-        ("int8", 0.004, 0.02),
-        ("4bit", 0.02, 0.09),
+        ("bfloat16", 0.002, 0.002), ("float16", 3e-4, 3e-4), ("int8", 0.004, 0.02), ("4bit", 0.02, 0.09),
         ("2bit", 0.06, 0.31),
     ],
-)
+)  # fmt: skip
 def test_relative_error_on_what_top_k_sends(code: str, gauss: float, heavy: float) -> None:
     for kind, bound in (("gauss", gauss), ("heavy", heavy)):
         x = survivors(kind)

@@ -21,16 +21,8 @@ from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 
-QUICK = CompareConfig(
-    **{
-        **PRESETS["smoke"],
-        "num_steps": 4,
-        "num_evaluations": 2,
-        "algorithms": "topk,regtopk",
-        "seeds": "1",
-        "batch_size": 8,
-    }
-)
+SHORT: dict[str, Any] = {"num_steps": 4, "num_evaluations": 2, "seeds": "1", "batch_size": 8}
+QUICK = CompareConfig(**{**PRESETS["smoke"], **SHORT, "algorithms": "topk,regtopk"})
 MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
 
 
