@@ -8,7 +8,7 @@ import pytest
 from regtopk.core.link import Link
 from regtopk.lab.method import Method
 from regtopk.lab.plan.exchange import Workload
-from regtopk.lab.plan.link import all_reduce
+from regtopk.lab.plan.link import all_gather, all_reduce
 from regtopk.lab.plan.methods import PlannedMethod
 from regtopk.lab.plan.page import as_code
 from regtopk.lab.plan.predict import Prediction, Situation, predict
@@ -46,11 +46,14 @@ def test_latency_counts_once_a_round() -> None:
         assert far_s - near_s == pytest.approx(2 * 0.1 * (1 + 3) / n)
 
 
-def test_messages_hide_the_word_that_a_receiver_is_ready() -> None:
-    short, long = all_reduce(8, 8), all_reduce(8e7, 8)
-    link, no_latency = Link(1e8, 0.02), Link(1e8)
-    assert short.on_link_s(link, "cpu") - short.on_link_s(no_latency, "cpu") == pytest.approx(2 * 14 * 0.02)
-    assert long.on_link_s(link, "cpu") - long.on_link_s(no_latency, "cpu") == pytest.approx(14 * 0.02)
+@pytest.mark.parametrize(
+    ("collective", "num_bytes", "num_latencies"),
+    [(all_reduce, 8, 2 * 14), (all_reduce, 8e7, 0), (all_gather, 8, 2), (all_gather, 8e7, 7)],
+)
+def test_long_messages_hide_latency(collective: Any, num_bytes: float, num_latencies: int) -> None:
+    move, link, no_latency = collective(num_bytes, 8), Link(1e8, 0.02), Link(1e8)
+    latency_s = move.on_link_s(link, "cpu") - move.on_link_s(no_latency, "cpu")
+    assert latency_s == pytest.approx(num_latencies * 0.02, rel=1e-5, abs=1e-9)
 
 
 def test_a_round_passes_over_the_model() -> None:

@@ -30,9 +30,13 @@ class Move(NamedTuple):
             others = {"all_gather": self.num_messages, "all_to_all": self.num_hops}
             num_hops = others.get(self.kind, 2 * ceil(log2(1 + self.num_messages // 2)))
             return num_hops * (link.latency_s + NCCL_HOP_S) + bytes_s
+        message_s = bytes_s / max(1, self.num_messages)
         # gloo's receiver tells the sender first that it is ready; beside long messages that takes no time
-        ready_s = max(0.0, link.latency_s - bytes_s / max(1, self.num_messages) / 4)
-        return self.num_hops * (link.latency_s + ready_s) + bytes_s
+        ready_s = max(0.0, link.latency_s - message_s / 4)
+        hop_s = link.latency_s + ready_s
+        if self.kind.startswith("all_reduce"):  # its ring has two halves of a message under way
+            hop_s = max(0.0, hop_s - message_s / 2)
+        return self.num_hops * hop_s + bytes_s
 
 
 def all_gather(message_bytes: float, num_workers: int) -> Move:
