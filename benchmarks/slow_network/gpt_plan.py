@@ -59,6 +59,8 @@ def shared_costs(device: str, num_workers: int, methods: Sequence[Picked]) -> Ca
         name: {unit: median(costs.lines[name][unit] for costs in found) for unit in line}
         for name, line in found[0].lines.items()
     }
+    if device != "cpu":  # vectors come to the host for gloo, whose own costs are the processor's
+        lines |= calibrate("cpu", lambda share: None, of=[]).lines
     return Calibration(found[0].machine, lines)
 
 

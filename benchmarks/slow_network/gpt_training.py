@@ -172,10 +172,14 @@ def raced(training: Training) -> dict[str, Any]:
     relay = rank.relay_state()
     curve = [(0, 0.0, training.test_loss())]
     is_too_slow = False
+    whole_rounds = -(-run["timed_steps"] // training.every) * training.every
     while not is_too_slow and not has_reached(curve, target) and training.num_steps < run["stops"][-1]:
-        training.take_timed(next(s for s in run["stops"] if s > training.num_steps) - training.num_steps)
-        curve.append((training.num_steps, training.clock_s, training.test_loss()))
-        if training.num_steps >= run["timed_steps"] and training.num_steps % training.every == 0:
+        stop = next(s for s in run["stops"] if s > training.num_steps)
+        at = whole_rounds if training.num_steps < whole_rounds < stop else stop
+        training.take_timed(at - training.num_steps)
+        if at == stop:
+            curve.append((stop, training.clock_s, training.test_loss()))
+        if at >= whole_rounds and at % training.every == 0:
             step_s = training.clock_s / training.num_steps
             is_too_slow = needed is None or step_s * needed > run["most_seconds"]
     found: dict[str, Any] = {"curve": curve, "timed_steps": training.num_steps, "needed_steps": needed}

@@ -53,7 +53,7 @@ def test_the_race(picked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert alone["reached_steps"] == pytest.approx(alone["needed_steps"])
     assert 0 < alone["reached_s"] <= alone["curve"][-1][1] and alone["predicted_s"] > 0
 
-    assert main([*words, "--timed-steps", "3", "--most-seconds", "0.001"]) == 0
+    assert main([*words, "--timed-steps", "4", "--most-seconds", "0.001"]) == 0
     content = json.loads(out.read_text())
     rows = {row["method"]: row for row in content["race"]}
     assert rows[SEARCHED] == alone and set(rows) == set(METHODS)  # it was not run again
@@ -62,14 +62,14 @@ def test_the_race(picked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         for step, _, loss in rows[method.label]["curve"]:
             assert abs(loss - losses[step]) <= off, method.label
     dense = rows["dense"]
-    assert dense["is_computed"] and dense["timed_steps"] == 3 and dense["needed_steps"] == pytest.approx(6)
+    assert dense["is_computed"] and dense["timed_steps"] == 4 and dense["needed_steps"] == pytest.approx(6)
     assert dense["reached_s"] == pytest.approx(6 * dense["step_s"])
     payload = all_reduce_bytes(2 * dense["params"], 2)
     assert payload < dense["sent_bytes_per_step"] < 1.2 * payload > 5 * alone["sent_bytes_per_step"]
     assert rows[METHODS[3]]["predicted_s"] is None  # the planner does not know it
     assert content["settings"]["target"] == target and content["shaper"] == "relay"
     shown = capsys.readouterr().out
-    assert table(content) in shown and "timed 3 steps, 6 needed" in shown
+    assert table(content) in shown and "timed 4 steps, 6 needed" in shown
 
     assert main([*words, "--target-at", "0.6"]) == 1
     assert f"out must hold results of the same race, but {out} has another" in capsys.readouterr().err
