@@ -58,6 +58,10 @@ ROWS = {
         f"topk:value_code=2bit:{OURS}:fragments=every:outer=nesterov:every=8:outer_lr=0.7|0.9|1:"
         "returned=0.15|0.2|0.25:outer_momentum=0.2|0.3|0.4"
     ),
+    "ours with returned in one piece": Row(  # for links with latency: no fragments
+        f"topk:value_code=sign:index_code=rice:{OURS}:outer=nesterov:every=8|16:outer_lr=0.7|0.9:"
+        "returned=0.25|0.3:outer_momentum=0.2|0.4"
+    ),
     "DiLoCo": Row(LOCO.format("8|16|32") + BF16, "0.7, 0.9; every 30 to 500"),
     "MuLoCo": Row(MULOCO.format("8|16|32") + BF16, "0.7 to 0.9; 0.6 for one worker, 0.8 for 8; every=30"),
     "DiLoCo in 4 bits": Row(f"{LOCO.format('32|64')}:value_code=4bit:sum_code=4bit"),
@@ -117,7 +121,8 @@ class Table(NamedTuple):
     dense_is_alike: bool = False  # one global batch: dense rows keep the lr that was picked for enwik8-8
 
 
-NEAR = tuple(name for name in ROWS if name.startswith(("dense", "ours")) or "MuLoCo" in name)
+KINDS = ("dense", "ours", "DiLoCo", "SparseLoCo", "MuLoCo", "streaming MuLoCo")
+NEAR = tuple(name for name in ROWS if name.startswith(KINDS) and not name.endswith("in one piece"))
 ROUNDS_OF_30 = {"DiLoCo": {"every": 30}, "MuLoCo": {"every": 30}}
 FEW = {"ours": {}, "ours with returned": {"returned": 0.03}, "SparseLoCo": {}} | {
     name: {"every": 64} for name in ("MuLoCo in 2 bits", "streaming MuLoCo in 2 bits")
@@ -139,6 +144,7 @@ BETAS = {name: {"beta2": "0.95|0.99" if name.startswith("dense") else "0.99|0.99
 TABLES = {
     "enwik8-8": Table(168_000, "--tokens bytes"),
     "enwik8-8-again": Table(168_000, "--tokens bytes", NEAR, lr_shares=(1,), seeds="4-6"),
+    "enwik8-8-beta2": Table(168_000, "--tokens bytes", LARGE, (1,), BETAS, seeds="4-6"),
     "enwik8-8-few": Table(42_000, "--tokens bytes", tuple(FEW), (0.5, 1), FEW),
     "enwik8-8-sorted": Table(168_000, "--tokens bytes --split sorted", lr_shares=(1,)),
     "enwik8-32": Table(
