@@ -32,25 +32,22 @@ class FlipsABit(Collectives):
         return received
 
 
+def boasting(tensor: Tensor) -> Tensor:
+    """Sizes, or a message's first numbers, that cannot be."""
+    return torch.full_like(tensor.view(torch.int64), TOO_LONG).view(tensor.dtype)
+
+
 class Boasts(Collectives):
     """A rank 1 that announces far more than it sends."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        is_sizes = tensor.dtype == torch.int64
-        is_damaged = is_sizes and self.rank == 1
-        return super().all_gather(torch.full_like(tensor, TOO_LONG) if is_damaged else tensor)
+        return super().all_gather(boasting(tensor) if self.rank == 1 else tensor)
+
+    def all_to_all_rows(self, rows: Tensor) -> Tensor:
+        return super().all_to_all_rows(boasting(rows) if self.rank == 1 else rows)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return super().broadcast(torch.full_like(tensor, TOO_LONG) if self.rank == 1 else tensor, source)
-
-
-class BoastsToOne(Collectives):
-    """A rank 1 that announces to rank 0 alone far more than it sends."""
-
-    def all_to_all_counted(self, parts: Any, counts: Any, limits: Any) -> Any:
-        if self.rank == 1:
-            counts = [[TOO_LONG, *others] for _, *others in counts]
-        return super().all_to_all_counted(parts, counts, limits)
 
 
 def answer(
@@ -119,11 +116,11 @@ def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(four_ranks: Ran
     assert are_refused(two_say(four_ranks, Boasts, *BOASTS[case]), 3)
 
 
-def test_a_size_that_cannot_be_is_refused_by_those_too_whom_it_is_not_for(four_ranks: Ranks) -> None:
+def test_messages_to_owners(four_ranks: Ranks) -> None:
     places, count = torch.arange(12).view(4, 3), torch.tensor([3, 2, 3, 0])
     request = ToOwners(SparseGradient(places, torch.ones(4, 3), J // 4, count), WEIGHT)
     assert four_ranks.run(answer, Collectives, request, timeout_s=30) == ["nothing"] * 4
-    assert are_refused(four_ranks.run(answer, BoastsToOne, request, timeout_s=30), 1)
+    assert are_refused(four_ranks.run(answer, Boasts, request, timeout_s=30), 1)
 
 
 def are_refused(said: list[str], rank: int) -> bool:

@@ -22,13 +22,13 @@ def test_a_group_without_a_name_gives_what_one_with_a_name_gives() -> None:
     bare = BareCollectives(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     rank = known.rank
     numbers = torch.arange(5.0) * (rank + 1) - 3
-    parts = [torch.full((rank + 1 + to,), 10 * rank + to) for to in range(2)]
+    parts = [torch.full((rank + 1 + to,), 10 * rank + to, dtype=torch.uint8) for to in range(2)]
     for ask in (
         lambda c: c.all_gather(numbers),
         lambda c: c.maximum(numbers.clone()),
         lambda c: c.all_reduce(numbers.clone()),
         lambda c: c.broadcast(numbers.clone(), 1),
-        lambda c: torch.cat(c.all_to_all_ragged(parts, 5)),
+        lambda c: torch.cat(c.all_to_all(parts, [rank + 1, rank + 2])),
     ):
         assert torch.equal(ask(bare), ask(known))
     things = [{"rank": n, "long": "x" * 1000 * n} for n in range(2)]

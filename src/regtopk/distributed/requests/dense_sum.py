@@ -31,7 +31,7 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
         received = rank.collectives.all_to_all(parts, expected)
     with rank.timer.phase("decode_s"):
         sums, status = _sum_region(rank, received, region, request)
-    rank.count_all_to_all(parts, received)
+    rank.count_all_to_all([part.numel() for part in parts], expected)
     rank.record.num_entries += x.numel()
     with rank.timer.phase("encode_s"):
         message = _encoded(sums, request.sum_code)

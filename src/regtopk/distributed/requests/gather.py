@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regtopk.core.codes import longest_message_bytes
 from regtopk.core.requests import Broadcast, Gather, Gathered
 from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.distributed.requests.rank import Rank
+from regtopk.distributed.transport import told
 from regtopk.distributed.transport.collectives import as_bytes, check_size
 from regtopk.wire import decode, decode_rows, encode
 
@@ -21,19 +23,18 @@ def gather(rank: Rank, request: Gather) -> Gathered:
     """Every rank's vector, (N, m), in rank order."""
     tensor = request.tensor
     if request.numel is not None:
-        (found,) = gather_sparse(rank, [index_set(tensor, request.numel, request.count)])
-        return Gathered(found.indices, found.counts)
+        (sets,) = gather_sparse(rank, [index_set(tensor, request.numel, request.count)])
+        return Gathered(sets.indices, sets.counts)
     count = tensor.shape[-1] if request.count is None else int(request.count)
-    sent = tensor[: 0 if rank.is_idle else count]
+    sent = as_bytes(tensor[: 0 if rank.is_idle else count])
     with rank.timer.phase("collective_s"):
-        limits = 2 * (LONGEST_GATHERED_BYTES // tensor.itemsize,)
-        told = rank.collectives.all_gather_sizes((sent.numel(), tensor.shape[-1]), limits, tensor.device)
-        counts, capacities = zip(*told, strict=True)
-        rows = rank.collectives.all_gather_padded(as_bytes(sent), max(capacities) * tensor.itemsize)
-    sizes = [count * tensor.itemsize for count in counts]
-    rank.count_gather(sizes[rank.index], sizes)
-    rank.record.num_entries += counts[rank.index]
-    return Gathered(rows.view(tensor.dtype), torch.tensor(counts, device=rows.device))
+        limits = LONGEST_GATHERED_BYTES, LONGEST_GATHERED_BYTES // tensor.itemsize
+        (found,) = told.exchange(rank.collectives, [told.Sent([sent], [tensor.shape[-1]], limits)])
+    rank.count_gather(sent.numel(), found.sizes)
+    rank.record.num_entries += sent.numel() // tensor.itemsize
+    rows = pad(found.rows, (0, max(found.counts) * tensor.itemsize - found.rows.shape[1])).contiguous()
+    counts = torch.tensor(found.sizes, device=rows.device) // tensor.itemsize
+    return Gathered(rows.view(tensor.dtype), counts)
 
 
 def gather_sparse(rank: Rank, parts: Sequence[SparseGradient]) -> list[SparseGradient]:
@@ -43,30 +44,39 @@ def gather_sparse(rank: Rank, parts: Sequence[SparseGradient]) -> list[SparseGra
     with a message is raised later: see `Rank.check_later`.
     """
     # no sizes to ask for: every code but "rice" gives messages of one length for one number of entries
-    even = [n for n, sparse in enumerate(parts) if sparse.count is None and rank.index_code != "rice"]
-    if rank.idle or not even:
-        return [_gather_one(rank, sparse) for sparse in parts]
-    found = dict(zip(even, _gather_together(rank, [parts[n] for n in even]), strict=True))
-    return [found[n] if n in found else _gather_one(rank, sparse) for n, sparse in enumerate(parts)]
+    is_even = [not rank.idle and part.count is None and rank.index_code != "rice" for part in parts]
+    found: dict[int, SparseGradient] = {}
+    for are_even, gathered in ((True, _gather_together), (False, _gather_told)):
+        places = [place for place, each in enumerate(is_even) if each is are_even]
+        if places:
+            found |= zip(places, gathered(rank, [parts[place] for place in places]), strict=True)
+    return [found[place] for place in range(len(parts))]
 
 
-def _gather_one(rank: Rank, sparse: SparseGradient) -> SparseGradient:
-    """A vector that may have another length on every rank: they tell one another first."""
+def _gather_told(rank: Rank, parts: Sequence[SparseGradient]) -> list[SparseGradient]:
+    """Vectors that may have other lengths on every rank, which tell one another."""
     with rank.timer.phase("encode_s"):
-        message = rank.encoded(sparse)
+        sent = [
+            told.Sent(
+                [rank.encoded(part)],
+                [part.indices.shape[-1]],
+                (longest_message_bytes(part.numel), part.numel),
+            )
+            for part in parts
+        ]
     with rank.timer.phase("collective_s"):
-        mine = message.numel(), sparse.indices.shape[-1]
-        limits = longest_message_bytes(sparse.numel), sparse.numel
-        told = rank.collectives.all_gather_sizes(mine, limits, message.device)
-        sizes, capacities = zip(*told, strict=True)
-        messages = rank.collectives.all_gather_padded(message, max(sizes))
-    rank.count_gather(message.numel(), sizes)
+        received = told.exchange(rank.collectives, sent)
+    for theirs in received:
+        rank.count_gather(theirs.sizes[rank.index], theirs.sizes)
+    found = []
     with rank.timer.phase("decode_s"):
-        codes = rank.index_code, sparse.code, sparse.values.dtype
-        found, status = decode_rows(messages[rank.active], sparse.numel, max(capacities), *codes)
-        rank.check_later(status)
-        indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
-        return SparseGradient(indices, values, sparse.numel, counts, sparse.code)
+        for part, theirs in zip(parts, received, strict=True):
+            codes = rank.index_code, part.code, part.values.dtype
+            rows, status = decode_rows(rank.of_active(theirs.rows), part.numel, max(theirs.counts), *codes)
+            rank.check_later(status)
+            indices, values, counts = map(rank.by_rank, (rows.indices, rows.values, rows.counts))
+            found.append(SparseGradient(indices, values, part.numel, counts, part.code))
+    return found
 
 
 def _gather_together(rank: Rank, parts: Sequence[SparseGradient]) -> list[SparseGradient]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from regtopk import kernels
 from regtopk.core.codes import longest_message_bytes
@@ -13,6 +12,7 @@ from regtopk.core.requests import FromOwners, ToOwners
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.requests.gather import gather_sparse
 from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.distributed.transport import told
 from regtopk.wire import decode_rows, encode_rows
 
 
@@ -26,17 +26,15 @@ def to_owners(rank: Rank, asked: Sequence[tuple[ToOwners, SumBuffer]]) -> list[T
     with rank.timer.phase("encode_s"):
         sent = [_messages(rank, sparse) for sparse in vectors]
     with rank.timer.phase("collective_s"):
-        messages, counts = zip(*sent, strict=True)
-        limits = [(longest_message_bytes(sparse.numel), sparse.numel) for sparse in vectors]
-        received = rank.collectives.all_to_all_counted(messages, counts, limits)
-    for own, num_entries, (theirs, _) in zip(messages, counts, received, strict=True):
-        rank.count_all_to_all(own, theirs)
-        rank.record.num_entries += sum(num_entries)
+        received = told.exchange(rank.collectives, sent)
+    for own, theirs in zip(sent, received, strict=True):
+        rank.count_all_to_all([message.numel() for message in own.messages], theirs.sizes)
+        rank.record.num_entries += sum(own.counts)
     with rank.timer.phase("decode_s"):
-        return [_sum(rank, sparse, *found) for sparse, found in zip(vectors, received, strict=True)]
+        return [_sum(rank, sparse, found) for sparse, found in zip(vectors, received, strict=True)]
 
 
-def _messages(rank: Rank, sparse: SparseGradient) -> tuple[list[Tensor], list[int]]:
+def _messages(rank: Rank, sparse: SparseGradient) -> told.Sent:
     """A message for each rank, and how many entries it holds; nothing for and from ranks of weight zero."""
     messages = [torch.empty(0, dtype=torch.uint8, device=sparse.values.device)] * rank.num_workers
     counts = [0] * rank.num_workers
@@ -45,17 +43,17 @@ def _messages(rank: Rank, sparse: SparseGradient) -> tuple[list[Tensor], list[in
         sizes, num_entries = torch.stack([sizes, sparse.counts]).tolist()
         for n, message, count in zip(rank.active, joined.split(sizes), num_entries, strict=True):
             messages[n], counts[n] = message, count
-    return messages, counts
+    return told.Sent(messages, counts, (longest_message_bytes(sparse.numel), sparse.numel))
 
 
-def _sum(rank: Rank, sparse: SparseGradient, messages: list[Tensor], counts: list[int]) -> Tensor:
+def _sum(rank: Rank, sparse: SparseGradient, received: told.Received) -> Tensor:
     """The sum of the messages of all ranks, (L,); zeros on a rank of weight zero."""
     total = sparse.values.new_zeros(sparse.numel)
     if rank.is_idle:
         return total
-    rows = pad_sequence([messages[n] for n in rank.active], batch_first=True)
     codes = rank.index_code, sparse.code, sparse.values.dtype
-    pieces, status = decode_rows(rows, sparse.numel, max(counts), *codes)
+    rows, most = rank.of_active(received.rows), max(received.counts)
+    pieces, status = decode_rows(rows, sparse.numel, most, *codes)
     weighted = rank.of_active(rank.weights_like(total)).unsqueeze(-1) * pieces.values
     kernels.sum_sparse_in_rank_order(pieces.indices, weighted, sparse.numel, out=total)
     rank.check_after_answer(status)

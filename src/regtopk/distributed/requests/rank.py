@@ -164,10 +164,10 @@ class Rank:
         total, following = sum(sizes), sizes[(self.index + 1) % self.num_workers]
         self.count(payload, total - following, total - sizes[self.index])
 
-    def count_all_to_all(self, parts: list[Tensor], received: list[Tensor]) -> None:
-        """Add messages from each rank to each; what a rank has for itself does not travel."""
-        payload, got = (sum(message.numel() for message in messages) for messages in (parts, received))
-        self.count(payload, payload - parts[self.index].numel(), got - received[self.index].numel())
+    def count_all_to_all(self, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Add messages of these sizes to and from all ranks; what a rank has for itself does not travel."""
+        payload = sum(sent)
+        self.count(payload, payload - sent[self.index], sum(received) - received[self.index])
 
     def count_entries(self, sparse: SparseGradient) -> None:
         """Add the entries this rank sent."""

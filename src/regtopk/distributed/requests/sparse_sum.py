@@ -16,6 +16,7 @@ from regtopk.core.sparse import SparseGradient
 from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 from regtopk.distributed.requests.gather import gather_sparse
 from regtopk.distributed.requests.rank import Rank, SumBuffer, Total
+from regtopk.distributed.transport import told
 from regtopk.errors import WireFormatError
 from regtopk.wire import decode, decode_segment, encode, encode_segment, raise_for_status
 
@@ -100,24 +101,25 @@ def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfS
     """
     sparse, code = request.sparse, _sender_code(rank, request)
     bounds = [sparse.numel * n // rank.num_workers for n in range(rank.num_workers + 1)]
-    longest = longest_message_bytes(sparse.numel)
+    limits, nothing = (longest_message_bytes(sparse.numel), 0), [0] * rank.num_workers
     with rank.timer.phase("encode_s"):
         messages = [rank.encoded(piece) for piece in _pieces(sparse, bounds)]
     with rank.timer.phase("collective_s"):
-        received = rank.collectives.all_to_all_ragged(messages, longest)
+        (received,) = told.exchange(rank.collectives, [told.Sent(messages, nothing, limits)])
     with rank.timer.phase("decode_s"):
-        parts, refused = _sum_region(rank, received, sparse, code, bounds)
+        parts, refused = _sum_region(rank, received.messages, sparse, code, bounds)
     with rank.timer.phase("collective_s"):
-        gathered = rank.collectives.all_gather_ragged(parts, longest)
+        gathered = told.exchange(rank.collectives, [told.Sent([part], [0], limits) for part in parts])
     if refused is not None:
         raise refused
-    rank.count_all_to_all(messages, received)
+    rank.count_all_to_all([message.numel() for message in messages], received.sizes)
     own = sum(part.numel() for part in parts)
-    everyones = sum(part.numel() for theirs in gathered for part in theirs)
+    everyones = sum(sum(part.sizes) for part in gathered)
     rank.count(0, own * (rank.num_workers - 1), everyones - own)
     rank.count_entries(sparse)
     with rank.timer.phase("decode_s"):
-        return _joined(rank, gathered, request, bounds, buffer)
+        by_rank = list(zip(*(part.messages for part in gathered), strict=True))
+        return _joined(rank, by_rank, request, bounds, buffer)
 
 
 def _sender_code(rank: Rank, request: SparseSum) -> str | None:
@@ -183,7 +185,11 @@ def _sum_region(
 
 
 def _joined(
-    rank: Rank, gathered: list[list[Tensor]], request: SparseSum, bounds: list[int], buffer: SumBuffer
+    rank: Rank,
+    gathered: Sequence[tuple[Tensor, ...]],
+    request: SparseSum,
+    bounds: list[int],
+    buffer: SumBuffer,
 ) -> Tensor | OfSenders:
     """The regions' sums as one vector, and what is to say of its senders."""
     total, code = buffer.zeros_for(request.sparse), _sender_code(rank, request)

@@ -4,7 +4,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ class Collectives:
         self.num_workers = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # as users know them, in the group's order
 
+    @cached_property
+    def rooms(self) -> dict[Any, int]:
+        """For how many bytes rows have room, by what they are about: see `told`."""
+        return {}
+
     @property
     def store(self) -> Any:
         """Where the ranks of the group met, and can leave words for each other; MPI has none."""
@@ -48,7 +53,7 @@ class Collectives:
         if self.num_workers == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.num_workers, tensor.numel())
-        if self._goes_directly(tensor):
+        if self.goes_directly(tensor.nbytes, tensor.device):
             copies = as_bytes(tensor).repeat(self.num_workers)
             self._send("all_gather", as_bytes(gathered).view(-1), copies)
         else:
@@ -56,61 +61,11 @@ class Collectives:
                 _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
         return gathered
 
-    def all_gather_sizes(
-        self, sizes: Sequence[int], limits: Sequence[int], device: torch.device
-    ) -> list[list[int]]:
-        """Every rank's sizes; refused on all ranks if beyond the limits, before memory is taken for them."""
-        everyone: list[list[int]] = self.all_gather(torch.tensor(sizes, device=device)).tolist()
-        for rank, theirs in zip(self.ranks, everyone, strict=True):
-            for size, limit in zip(theirs, limits, strict=True):
-                check_size(rank, size, limit)
-        return everyone
-
     def all_gather_padded(self, tensor: Tensor, longest: int) -> Tensor:
         """(m_n,) of any length up to the longest -> (N, longest), shorter ones followed by zeros."""
         padded = tensor.new_zeros(longest)
         padded[: tensor.numel()] = tensor
         return self.all_gather(padded)
-
-    def all_gather_ragged(self, parts: Sequence[Tensor], longest: int) -> list[list[Tensor]]:
-        """A few vectors of any length up to the longest -> every rank's, in rank order, without padding."""
-        lengths = [part.numel() for part in parts]
-        sizes = self.all_gather_sizes(lengths, [longest] * len(parts), parts[0].device)
-        received = self.all_to_all([torch.cat(list(parts))] * self.num_workers, list(map(sum, sizes)))
-        return [list(theirs.split(size)) for theirs, size in zip(received, sizes, strict=True)]
-
-    def all_to_all_ragged(self, parts: Sequence[Tensor], longest: int) -> list[Tensor]:
-        """`all_to_all` of parts up to the longest, whose sizes the ranks tell one another first."""
-        sizes = [part.numel() for part in parts]
-        everyone = self.all_gather_sizes(sizes, [longest] * self.num_workers, parts[0].device)
-        return self.all_to_all(parts, [theirs[self.rank] for theirs in everyone])
-
-    def all_to_all_counted(
-        self, parts: Sequence[Sequence[Tensor]], counts: Sequence[Sizes], limits: Sequence[Sizes]
-    ) -> list[tuple[list[Tensor], list[int]]]:
-        """Several `all_to_all` in one, each of parts of any length with a count for each part.
-
-        Ranks hear only of what they receive. A rank with a length or count beyond the two limits announces it
-        to all, so that all refuse together, before memory is taken for it. What is damaged between two ranks
-        is refused by the receiver alone.
-        """
-        sizes = [[part.numel() for part in each] for each in parts]
-        told = torch.tensor([sizes, counts]).permute(2, 1, 0)  # for each rank, of each: length and count
-        is_impossible = ((told < 0) | (told > torch.tensor(limits))).flatten(1).any(1)
-        if bool(is_impossible.any()):
-            told = told[is_impossible][:1].expand_as(told)
-        rows = told.flatten(1).to(parts[0][0].device)
-        found = torch.stack(self.all_to_all(list(rows), [rows.shape[1]] * self.num_workers)).tolist()
-        for rank, numbers in zip(self.ranks, found, strict=True):
-            for number, limit in zip(numbers, chain(*limits), strict=True):
-                check_size(rank, number, limit)
-        joined = [torch.cat(theirs) for theirs in zip(*parts, strict=True)]
-        received = self.all_to_all(joined, [sum(numbers[::2]) for numbers in found])
-        by_rank = [theirs.split(numbers[::2]) for theirs, numbers in zip(received, found, strict=True)]
-        return [
-            ([theirs[place] for theirs in by_rank], [numbers[2 * place + 1] for numbers in found])
-            for place in range(len(parts))
-        ]
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """parts[r] goes to rank r; returns what all ranks had for this one, of these sizes, in rank order."""
@@ -120,6 +75,14 @@ class Collectives:
         lengths = [part.numel() for part in parts]
         self._send("all_to_all", received, torch.cat(list(parts)), sizes, lengths)
         return list(received.split(sizes))
+
+    def all_to_all_rows(self, rows: Tensor) -> Tensor:
+        """Row r, (N, m), goes to rank r; returns what all ranks had for this one, (N, m)."""
+        if self.num_workers == 1:
+            return rows
+        received = torch.empty_like(rows)
+        self._send("all_to_all", received.view(-1), rows.view(-1))
+        return received
 
     def _send(
         self, call: str, received: Tensor, sent: Tensor, sizes: Sizes = (), lengths: Sizes = ()
@@ -139,10 +102,10 @@ class Collectives:
         """The largest of the ranks' values, entry by entry, of a short vector."""
         return self.all_gather(tensor).amax(0)
 
-    def _goes_directly(self, tensor: Tensor) -> bool:
+    def goes_directly(self, num_bytes: int, device: torch.device) -> bool:
         """Whether a vector is sent to every rank directly: the same on all ranks, as their lengths are."""
         longest = LONGEST_BYTES_OF_TWO if self.num_workers == 2 else LONGEST_DIRECT_BYTES
-        return tensor.nbytes <= longest and not self.is_on_device(tensor.device)
+        return num_bytes <= longest and not self.is_on_device(device)
 
     def is_on_device(self, device: torch.device) -> bool:
         """Whether collectives run on the device itself, as NCCL's do: the host does not wait for them."""
@@ -211,7 +174,8 @@ class BareCollectives(Collectives):
     def _backend_for(self, device: str) -> None:
         """It cannot be asked."""
 
-    def _goes_directly(self, tensor: Tensor) -> bool:
+    def goes_directly(self, num_bytes: int, device: torch.device) -> bool:
+        """Always, in copies."""
         return True
 
     def _send(
@@ -234,8 +198,11 @@ class BareCollectives(Collectives):
     def all_gather_objects(self, thing: Any) -> list[Any]:
         """Every rank's small Python object, in rank order."""
         message = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        everyone = self.all_gather_ragged([message], LONGEST_OBJECT_BYTES)
-        return [pickle.loads(theirs.numpy().tobytes()) for (theirs,) in everyone]
+        sizes = self.all_gather(torch.tensor([message.numel()])).flatten().tolist()
+        for rank, size in zip(self.ranks, sizes, strict=True):
+            check_size(rank, size, LONGEST_OBJECT_BYTES)
+        everyone = self.all_gather_padded(message, max(sizes))
+        return [pickle.loads(theirs.numpy().tobytes()) for theirs in everyone]
 
 
 def by_rank(texts: Iterable[str], ranks: Sequence[int]) -> str:

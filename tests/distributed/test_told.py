@@ -1,0 +1,98 @@
+"""Messages whose lengths only their senders know: one trip as soon as the last ones foretell them."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.told import Received, Sent, exchange
+from regtopk.errors import ClusterError
+from tests.distributed.ranks import on_ranks
+
+LIMITS = (1 << 20, 100)
+# in rounds: as long as before, a little longer, much longer, shorter, and nothing at all
+BASES = (1000, 1000, 1010, 5000, 300, 0)
+TRIPS = (2, 1, 1, 2, 1, 1)
+
+
+class Counts(Collectives):
+    """Counts the trips over the network."""
+
+    def __init__(self) -> None:
+        super().__init__(group_or_default(None))
+        self.trips: Counter[str] = Counter()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.trips["all"] += 1
+        return super().all_gather(tensor)
+
+    def all_to_all_rows(self, rows: Tensor) -> Tensor:
+        self.trips["all"] += 1
+        return super().all_to_all_rows(rows)
+
+    def all_to_all(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:  # type: ignore[override]
+        self.trips["all"] += 1
+        return super().all_to_all(parts, sizes)
+
+
+def message(source: int, to: int, base: int, place: int) -> Tensor:
+    """What a rank has for another one: some have nothing."""
+    length = 0 if (source + to) % 4 == 3 else base + (base > 0) * (3 * source + to + 7 * place)
+    return torch.arange(length).add(50 * source + 10 * to + place).to(torch.uint8)
+
+
+def check(received: list[Received], expected: Callable[..., Tensor]) -> None:
+    for place, found in enumerate(received):
+        theirs = [expected(source=source, place=place) for source in range(4)]
+        assert found.sizes == [each.numel() for each in theirs] and found.rows.shape[1] == max(found.sizes)
+        assert found.counts == [10 * source + place for source in range(4)]
+        assert all(map(torch.equal, found.messages, theirs))
+        assert all(not row[size:].any() for row, size in zip(found.rows, found.sizes, strict=True))
+
+
+@pytest.mark.parametrize("num_vectors", [1, 3])
+@on_ranks(4)
+def test_what_is_sent_arrives_in_one_trip(num_vectors: int) -> None:
+    collectives = Counts()
+    mine, places = collectives.rank, range(num_vectors)
+    for base, num_trips in zip(BASES, TRIPS, strict=True):
+        before = collectives.trips.total()
+
+        def had(source: int, to: int, place: int, base: int = base) -> Tensor:
+            return message(source, to, base, place)
+
+        counts = [10 * mine + place for place in places]
+        sent = [
+            Sent([had(mine, to, place) for to in range(4)], [counts[place]] * 4, LIMITS) for place in places
+        ]
+        check(exchange(collectives, sent), partial(had, to=mine))
+        assert collectives.trips.total() - before == num_trips, base
+
+        sent = [Sent([had(mine, 0, place)], [counts[place]], LIMITS) for place in places]
+        check(exchange(collectives, sent), partial(had, to=0))
+        assert collectives.trips.total() - before == 2 * num_trips, base
+
+
+@on_ranks(4)
+def test_a_count_that_cannot_be_is_refused_by_those_too_whom_it_is_not_for() -> None:
+    collectives = Counts()
+    counts = [1 << 60 if collectives.rank == 1 else 0, 0, 0, 0]
+    with pytest.raises(
+        ClusterError, match=f"^rank 1 announces {1 << 60} bytes or entries, but there can be 0 to 100:"
+    ):
+        exchange(collectives, [Sent([torch.zeros(8, dtype=torch.uint8)] * 4, counts, LIMITS)])
+
+
+@on_ranks(4)
+def test_long_messages_go_round_a_ring_without_room_to_spare() -> None:
+    collectives = Counts()
+    long = torch.full(((1 << 17) + collectives.rank,), collectives.rank, dtype=torch.uint8)
+    for _ in range(2):
+        (found,) = exchange(collectives, [Sent([long], [0], LIMITS)])
+        assert all(torch.equal(each, torch.full_like(each, n)) for n, each in enumerate(found.messages))
+        assert found.sizes == [(1 << 17) + n for n in range(4)]
+    assert collectives.trips.total() == 4
