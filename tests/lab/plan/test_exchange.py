@@ -14,6 +14,7 @@ from regtopk.distributed.steps.agreement import Agreement, Question
 from regtopk.lab.method import Method
 from regtopk.lab.plan.calibrate import Echo
 from regtopk.lab.plan.exchange import Workload, answers_of, exchange_of
+from regtopk.lab.plan.link import TOLD_BYTES
 from regtopk.lab.plan.methods import CODES, PlannedMethod, planned_methods
 from regtopk.simulate import Cluster
 from tests.lab.plan.made_up import LINES
@@ -37,20 +38,27 @@ class Listing(Echo):
         self.calls.append(("all_to_all", sum(part.nbytes for part in parts[1:])))
         return super().all_to_all(parts, sizes)
 
+    def all_to_all_rows(self, rows: Tensor) -> Tensor:
+        self.calls.append(("all_to_all", rows[1:].nbytes))
+        return super().all_to_all_rows(rows)
+
     def device_for_flags(self, device: torch.device) -> torch.device:
         return device
 
 
 def run(method: PlannedMethod, num_workers: int = N) -> tuple[Any, Calls]:
-    """A step of an algorithm: what it counted, and the collectives it called."""
+    """The second step of an algorithm: what it counted, and the collectives it called."""
     weights = torch.full((num_workers,), 1 / num_workers)
     worker = Worker(weights[0], torch.tensor(0), num_workers, 0, Layout.of_shapes([("", (NUMEL,), "linear")]))
     algorithm = Method.parse(method.name).build(density=method.density, value_code=method.value_code)
     listing = Listing(num_workers)
     rank = Rank(listing, weights.double())
     torch.manual_seed(0)
-    conversation = algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker)
-    driver.converse(rank, [conversation], [SumBuffer()])
+    for _ in range(2):  # the first ones do not know how long messages are
+        rank.begin(torch.device("cpu"))
+        listing.calls.clear()
+        conversation = algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker)
+        driver.converse(rank, [conversation], [SumBuffer()])
     return rank.record, listing.calls
 
 
@@ -81,10 +89,9 @@ def test_a_split_sum_moves_about_what_is_planned(name: str, code: str) -> None:
     (answered,) = answers_of(method, NUMEL // 4, NUMEL, 64)
     expected = planned(method, NUMEL // 4, 64)
     assert answered.collective == "split" and [kind for kind, _ in calls] == [kind for kind, _ in expected]
-    assert calls[0] == expected[0] and calls[2] == expected[2]  # the sizes that ranks tell one another
-    assert calls[1][1] == pytest.approx(expected[1][1], rel=0.15)  # the pieces
+    assert 1 < calls[0][1] / expected[0][1] < 1.5  # rows have room for the longest of some short pieces
     assert record.payload_bytes == pytest.approx(answered.payload_bytes, rel=0.15)
-    assert calls[3][1] < expected[3][1] < 9 * calls[3][1]  # copies choose the same: their union is smaller
+    assert calls[1][1] < expected[1][1] < 9 * calls[1][1]  # copies choose the same: their union is smaller
 
 
 def test_imputation_tells_who_sent_each_entry_of_a_split_sum() -> None:
@@ -111,16 +118,16 @@ def test_sums_come_back_in_their_code(name: str) -> None:
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("name", ["topk:returned=0.01", "dgc:returned=0.05"])
 def test_sums_that_come_back_in_part_move_what_is_planned(name: str, code: str, num_workers: int) -> None:
-    """Of the collectives the counts hold all but the sizes that owners are told first."""
+    """The counts hold all but the lengths and numbers of entries that owners are told."""
     method, numel = PlannedMethod(name, 0.02, code), 2**18
     answers = answers_of(method, round(0.02 * numel), numel, num_workers)
-    told, *moves = [move for answer in answers for move in answer.moves]
-    assert told.kind == "all_to_all" and told.sent_bytes == 16 * (num_workers - 1)
+    moves = [move for answer in answers for move in answer.moves]
+    assert [move.is_told for move in moves] == [True, False]
     algorithm = Method.parse(name).build(density=0.02, value_code=code)
     cluster = Cluster(algorithm, num_workers=num_workers)
     cluster.step(torch.randn(num_workers, numel, generator=torch.Generator().manual_seed(0)))
     counted = cluster.last_step
-    received = sum(move.sent_bytes for move in moves)
+    received = sum(move.sent_bytes for move in moves) - TOLD_BYTES * (num_workers - 1)
     for moved in (counted.received_bytes, counted.sent_bytes):
         assert received == pytest.approx(float(moved.double().mean()), rel=0.02)
     payload = sum(answer.payload_bytes for answer in answers)
@@ -131,10 +138,9 @@ def test_owners_are_told_sizes_and_all_hear_what_comes_back() -> None:
     method = PlannedMethod("topk:returned=0.05", K / NUMEL, "4bit")
     record, calls = run(method)
     expected = planned(method, K)
-    assert [kind for kind, _ in calls] == ["all_to_all", "all_to_all", "all_gather"]
-    assert [kind for kind, _ in expected] == [kind for kind, _ in calls]
-    assert calls[::2] == expected[::2]
-    assert calls[1][1] == pytest.approx(expected[1][1], rel=0.1)  # messages of 128 entries, more or less
+    assert [kind for kind, _ in expected] == [kind for kind, _ in calls] == ["all_to_all", "all_gather"]
+    assert 1 < calls[0][1] / expected[0][1] < 1.4  # rows have room for more than these 128 entries
+    assert calls[1] == expected[1]
     assert record.payload_bytes == pytest.approx(
         sum(answer.payload_bytes for answer in answers_of(method, K, NUMEL, N)), rel=0.1
     )

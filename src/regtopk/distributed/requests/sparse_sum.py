@@ -68,7 +68,7 @@ def _sum(rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient) 
         return OfSenders.of(total, sent_weight, indices.flatten(), weights)
 
 
-_SPLIT_HOPS = 4  # sizes and pieces go to the owners, then sizes and sums to all
+_SPLIT_HOPS = 2  # pieces go to the owners, then sums to all
 
 
 def split_is_better(rank: Rank, request: SparseSum) -> bool:

@@ -29,7 +29,7 @@ from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps import driver
 from regtopk.distributed.steps.step import Kind, Steps
-from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.collectives import Alone, Collectives, group_or_default
 from regtopk.errors import ClusterError
 from regtopk.lab.launch import Emit, join_group, launch
 from regtopk.lab.plan.costs import Calibration, describe_machine, fit
@@ -54,7 +54,7 @@ _SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
 _NUM_CALLS, _NUM_REPEATS, _ENOUGH_S = 24, 7, 0.3
 
 
-class Echo(Collectives):
+class Echo(Alone):
     """The collectives of rank 0 of N, whose other ranks send the same."""
 
     def __init__(self, num_workers: int) -> None:
@@ -67,6 +67,10 @@ class Echo(Collectives):
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """N copies of the part for rank 0."""
         return [parts[0]] * self.num_workers
+
+    def all_to_all_rows(self, rows: Tensor) -> Tensor:
+        """N copies of the row for rank 0."""
+        return rows[:1].expand_as(rows)
 
 
 def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:

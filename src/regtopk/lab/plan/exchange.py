@@ -15,12 +15,11 @@ from regtopk.core.codes import full_message_bytes
 from regtopk.core.owners import num_owned, num_returned
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
-from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
+from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all, told
 from regtopk.lab.plan.methods import COSTS_OF, FP16, POWERSGD, TORCH, PlannedMethod
 
 Units = Mapping[str, float]
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
-SIZE_BYTES = 8  # of a message's size, which ranks tell one another first, and of its number of entries
 POWERSGD_RANK = 2
 POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
@@ -196,26 +195,29 @@ def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExc
     if N < 3 or size.piece_bytes + size.sums_bytes >= size.message_bytes:
         work = Work(line, {"calls": 1, "entries": (1 + N) * k, "numel": numel})
         return PlannedExchange("all_gather", size.message_bytes, [all_gather(size.message_bytes, N)], [work])
-    pieces, sums = all_to_all(size.piece_bytes, N), all_to_all(size.sums_bytes, N)
-    num_parts = 1 if senders is None else 2  # the sums, and who sent them
-    moves = [all_gather(SIZE_BYTES * N, N), pieces, all_gather(SIZE_BYTES * num_parts, N), sums]
+    moves = [told(all_to_all(size.piece_bytes, N)), told(all_gather(size.sums_bytes, N))]
     work = Work(line, {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel})
     passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
     return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])
 
 
 def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: int) -> list[PlannedExchange]:
-    """Entries to their owners, who tell sizes first, and the largest of what these owe to everybody."""
+    """Entries to their owners, and the largest of what these owe to everybody."""
     owned, code = num_owned(numel, N), method.value_code
     counts = ceil(k / N), num_returned(returned, numel, N)
     codes = {"dtype": torch.float32, "value_code": code, "index_code": method.index_code}
     piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
     costs = _code(method)
     coding = Work(f"sparse {costs}", {"calls": 1, "entries": 2 * k, "numel": owned})
-    moves = [all_to_all(2 * SIZE_BYTES, N), all_to_all(piece, N)]
+    gathered = all_gather(message, N)
     selection = Work(f"select {costs}", {"calls": 1, "entries": counts[1], **numel_units(owned)})
     summing = Work(f"sparse {costs}", {"calls": 1, "entries": (1 + N) * counts[1], "numel": numel})
     return [
-        PlannedExchange("owners", N * piece, moves, [coding]),
-        PlannedExchange("owners", message, [all_gather(message, N)], [selection, summing]),
+        PlannedExchange("owners", N * piece, [told(all_to_all(piece, N))], [coding]),
+        PlannedExchange(
+            "owners",
+            message,
+            [told(gathered) if method.index_code == "rice" else gathered],
+            [selection, summing],
+        ),
     ]

@@ -12,6 +12,7 @@ from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # TCP over Ethernet, in segments of 1448 bytes
 BACKWARD = 2 / 3  # of a step's computation
+TOLD_BYTES = 24  # a message's length and its number of entries, and how long its sender's longest is
 NCCL_HOP_S = 14e-6  # beside the latency: what NCCL's own tuner takes for a hop between machines (tuning.cc)
 
 
@@ -22,13 +23,14 @@ class Move(NamedTuple):
     num_messages: int  # that a worker sends one after another
     num_hops: int  # one after another, until the last byte arrives
     sent_bytes: float  # through the interface, which receives as many at the same time
+    is_told: bool = False  # whether only senders know how long a message is: see `transport.told`
 
     def on_link_s(self, link: Link, device: str) -> float:
         """How long it takes on a link, the work of processors left out."""
         bytes_s = 8 * WIRE_BYTES_PER_BYTE * self.sent_bytes / link.bandwidth
         if device != "cpu":  # NCCL: a ring to gather, short messages too, and trees to sum
             others = {"all_gather": self.num_messages, "all_to_all": self.num_hops}
-            num_hops = others.get(self.kind, 2 * ceil(log2(1 + self.num_messages // 2)))
+            num_hops = others.get(self.kind, 2 * ceil(log2(1 + self.num_messages // 2))) + self.is_told
             return num_hops * (link.latency_s + NCCL_HOP_S) + bytes_s
         message_s = bytes_s / max(1, self.num_messages)
         # gloo's receiver tells the sender first that it is ready; beside long messages that takes no time
@@ -36,7 +38,13 @@ class Move(NamedTuple):
         hop_s = link.latency_s + ready_s
         if self.kind.startswith("all_reduce"):  # its ring has two halves of a message under way
             hop_s = max(0.0, hop_s - message_s / 2)
-        return self.num_hops * hop_s + bytes_s
+        is_told_before = self.is_told and self.num_hops > 1  # else lengths travel with what they are of
+        return (self.num_hops + is_told_before) * hop_s + bytes_s
+
+
+def told(move: Move) -> Move:
+    """The same, of messages whose lengths only their senders know."""
+    return move._replace(sent_bytes=move.sent_bytes + TOLD_BYTES * move.num_messages, is_told=True)
 
 
 def all_gather(message_bytes: float, num_workers: int) -> Move:
