@@ -75,6 +75,14 @@ ROWS = {
     "streaming MuLoCo in 2 bits": Row(
         f"{MULOCO.format('16|32')}:fragments=every:value_code=2bit:sum_code=2bit", "Streaming DiLoCo: 4 bits"
     ),
+    "ours with returned and delay": Row(
+        f"topk:value_code=sign:index_code=rice:{OURS}:fragments=every:outer=nesterov:every=8:delay=4:mix=0.5|1:"
+        "outer_lr=0.7|0.9:returned=0.25|0.3:outer_momentum=0|0.2"
+    ),
+    "streaming MuLoCo in 2 bits and delay": Row(
+        f"{MULOCO.format('16|32')}:fragments=every:delay=4:mix=0.5|1:value_code=2bit:sum_code=2bit",
+        "Streaming DiLoCo: delay < 5, mix=0.5",
+    ),
     "SparseLoCo": Row(
         f"sparseloco:value_code=2bit:{UPDATES}:every=2|4|8|16:optimizer=muon|adamw:decay=0.9|0.95|1",
         "AdamW, every=15, decay=0.95, 2 bits",
@@ -122,7 +130,8 @@ class Table(NamedTuple):
 
 
 KINDS = ("dense", "ours", "DiLoCo", "SparseLoCo", "MuLoCo", "streaming MuLoCo")
-NEAR = tuple(name for name in ROWS if name.startswith(KINDS) and not name.endswith("in one piece"))
+FOR_LATENCY = ("in one piece", "and delay")
+NEAR = tuple(name for name in ROWS if name.startswith(KINDS) and not name.endswith(FOR_LATENCY))
 ROUNDS_OF_30 = {"DiLoCo": {"every": 30}, "MuLoCo": {"every": 30}}
 FEW = {"ours": {}, "ours with returned": {"returned": 0.03}, "SparseLoCo": {}} | {
     name: {"every": 64} for name in ("MuLoCo in 2 bits", "streaming MuLoCo in 2 bits")
