@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from regtopk import kernels
 from regtopk.core.codes import VALUE_CODES, quantise
@@ -24,9 +25,10 @@ def sparse_of(numel: int, k: int, seed: int = 0, code: str = "float32") -> Spars
     return SparseGradient(steps.cumsum(0) - 1, values, numel, code=code)
 
 
-def messages_of(numel: int, k: int, code: str = "float32") -> Tensor:
-    """Three of them."""
-    return torch.stack([encode(sparse_of(numel, k, seed, code)) for seed in range(3)])
+def messages_of(numel: int, k: int, code: str = "float32", index_code: str = "elias-fano") -> Tensor:
+    """Three of them, followed by zeros if they are not equally long."""
+    messages = [encode(sparse_of(numel, k, seed, code), index_code) for seed in range(3)]
+    return pad_sequence(messages, batch_first=True)
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -51,12 +53,17 @@ def use_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_both(
-    messages: Tensor, numel: int, k: int, monkeypatch: pytest.MonkeyPatch, code: str = "float32"
+    messages: Tensor,
+    numel: int,
+    k: int,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str = "float32",
+    index_code: str = "elias-fano",
 ) -> Tensor:
-    found, status = decode_rows(messages, numel, k, value_code=code)
+    found, status = decode_rows(messages, numel, k, index_code, code)
     with monkeypatch.context() as patch:
         patch.setenv("REGTOPK_KERNELS", "reference")
-        expected, expected_status = decode_rows(messages, numel, k, value_code=code)
+        expected, expected_status = decode_rows(messages, numel, k, index_code, code)
     assert torch.equal(status, expected_status)
     assert torch.equal(found.indices, expected.indices)
     assert torch.equal(found.values, expected.values)
@@ -64,10 +71,12 @@ def check_both(
     return status
 
 
+@pytest.mark.parametrize("index_code", ["elias-fano", "rice"])
 @pytest.mark.parametrize(("numel", "k"), SIZES)
 @pytest.mark.usefixtures("num_trials")
-def test_sound_messages(numel: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not check_both(messages_of(numel, k), numel, k, monkeypatch).any()
+def test_sound_messages(numel: int, k: int, index_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = messages_of(numel, k, index_code=index_code)
+    assert not check_both(messages, numel, k, monkeypatch, index_code=index_code).any()
 
 
 @pytest.mark.parametrize("code", VALUE_CODES)
@@ -98,9 +107,12 @@ def test_programs_mark_what_nobody_can_use(bad: str, monkeypatch: pytest.MonkeyP
     assert check_both(torch.stack([message, expected]), 10_000, 500, monkeypatch).all()
 
 
+@pytest.mark.parametrize("index_code", ["elias-fano", "rice"])
 @pytest.mark.parametrize(("numel", "k"), [size for size in SIZES if size[0] != size[1]])
-def test_damaged_messages(numel: int, k: int, num_trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = messages_of(numel, k)
+def test_damaged_messages(
+    numel: int, k: int, index_code: str, num_trials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = messages_of(numel, k, index_code=index_code)
     generator = torch.Generator().manual_seed(1)
     for trial in range(num_trials):
         messages = whole.clone()
@@ -110,7 +122,7 @@ def test_damaged_messages(numel: int, k: int, num_trials: int, monkeypatch: pyte
         messages[1, where] ^= torch.randint(1, 256, (1 + trial,), generator=generator).to(torch.uint8)
         if trial % 5 == 4:
             messages[2, num_bytes // 2 :] = 0
-        status = check_both(messages, numel, k, monkeypatch)
+        status = check_both(messages, numel, k, monkeypatch, index_code=index_code)
         assert status[0] == 0 and status[1] != 0
 
 

@@ -54,12 +54,14 @@ def unpack_indices(
     """
     middle = start + layout.field_words
     end = middle + num_words(layout.unary_bits)
-    is_one_loop = index_code == "elias-fano" and words.dim() == 2
-    if is_one_loop and (loops := kernels.index_loops(words)) is not None:
+    has_loop, has_gaps = index_code != "raw32" and words.dim() == 2, index_code == "rice"
+    if has_loop and (loops := kernels.index_loops(words)) is not None:
         inside = _words_inside(words, middle, layout.unary_bits)
         sizes = layout.width, layout.field_words, inside, layout.is_bitmap
-        indices, is_sound = loops.unpack_elias_fano(words, start, count, *sizes, numel, capacity)
-        return indices, is_sound, end
+        indices, is_sound, bits_read = loops.unpack_indices(
+            words, start, count, *sizes, has_gaps, numel, capacity
+        )
+        return indices, is_sound, middle + num_words(bits_read) if has_gaps else end
     place = torch.arange(capacity, device=words.device)
     is_valid = place < count.unsqueeze(-1)
     width = layout.width.unsqueeze(-1)
@@ -68,7 +70,7 @@ def unpack_indices(
         return field, are_in_order(field, numel, is_valid), end
     position, num_ones = _find_ones(words, middle, layout.unary_bits, capacity, numel)
     high = position - place * ~layout.is_bitmap.unsqueeze(-1)
-    if index_code == "rice":
+    if has_gaps:
         field = (field * is_valid).cumsum(-1) + place
         last = torch.nn.functional.pad(position + 1, (1, 0)).gather(-1, count.unsqueeze(-1)).squeeze(-1)
         end = middle + num_words(last)

@@ -13,31 +13,32 @@ from regtopk.kernels.cpu.compiled import Array, compiled
 from regtopk.kernels.cpu.threads import side_by_side
 
 
-def unpack_elias_fano(
+def unpack_indices(
     words: Tensor, start: Tensor, count: Tensor, width: Tensor, field_words: Tensor, unary_words: Tensor,
-    is_bitmap: Tensor, numel: int, capacity: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Indices (rows, capacity), arbitrary past the count, and whether they are sound (rows,).
+    is_bitmap: Tensor, has_gaps: bool, numel: int, capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Indices (rows, capacity), arbitrary past the count; are they sound; and how many unary bits they took.
 
     Of each row of words, (rows, w) int32: the word its fields start at, which the unary bits follow, how many
     indices there are, the bits of a field, and the words of the fields and of the unary bits, all inside.
+    Of rice, which has gaps, the unary bits may be fewer than these words hold.
     """
     indices = np.empty((count.numel(), capacity), np.int64)
     columns = [column.tolist() for column in (start, count, width, field_words, unary_words, is_bitmap)]
     rows = zip(words.numpy().view(np.uint32), *columns, indices, strict=True)
-    are_sound = side_by_side(_unpack_row, [(*row, numel) for row in rows])
-    return torch.from_numpy(indices), torch.tensor(are_sound)
+    found = torch.tensor(side_by_side(_unpack_row, [(*row, has_gaps, numel) for row in rows]))
+    return torch.from_numpy(indices), found[:, 0] == 1, found[:, 1]
 
 
 @compiled
 def _unpack_row(
     words: Array, start: int, count: int, width: int, field_words: int, unary_words: int, is_bitmap: bool,
-    indices: Array, numel: int,
-) -> bool:  # fmt: skip
+    indices: Array, has_gaps: bool, numel: int,
+) -> tuple[int, int]:  # fmt: skip
     last, mask = words.size - 1, np.uint64((1 << width) - 1)
     before: Any = -1
     is_sound: Any = True
-    num = 0
+    num = num_bits = total = 0
     for w in range(unary_words):
         word = words[start + field_words + w]
         for bit in range(32 if word else 0):
@@ -47,9 +48,12 @@ def _unpack_row(
                 first: Any = num * width
                 low = np.uint64(words[min(start + (first >> 5), last)])
                 high = np.uint64(words[min(start + (first >> 5) + 1, last)]) << np.uint64(32)
-                field = np.int64(((high | low) >> np.uint64(first & 31)) & mask)
+                field: Any = np.int64(((high | low) >> np.uint64(first & 31)) & mask)
+                if has_gaps:
+                    total += field
+                    field = total + num
                 index = ((32 * w + bit - (0 if is_bitmap else num)) << width) + field
                 is_sound = is_sound and before < index < numel
-                indices[num], before = index, index
+                indices[num], before, num_bits = index, index, 32 * w + bit + 1
             num += 1
-    return is_sound and num == count
+    return int(is_sound and num == count), num_bits
