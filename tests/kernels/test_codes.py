@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from regtopk import kernels
 from regtopk.core.codes import VALUE_CODES, quantise
 from regtopk.core.sparse import SparseGradient
-from regtopk.wire import decode_rows, encode
+from regtopk.errors import WireFormatError
+from regtopk.wire import decode, decode_rows, encode, encode_rows
 
 pytest.importorskip("numba")
 # J, k: narrow fields, wide ones, a bitmap, all entries, and indices beyond 2^32
@@ -134,3 +135,30 @@ def test_programs_write_many_messages_at_once(monkeypatch: pytest.MonkeyPatch) -
     expected = encode(batch)
     use_programs(monkeypatch)
     assert torch.equal(encode(batch), expected)
+
+
+@pytest.mark.parametrize("index_code", ["elias-fano", "rice", "raw32"])
+@pytest.mark.parametrize(("numel", "k"), [(1 << 30, 5_000), (20_000, 15_000), (5_000, 5_000)])
+def test_the_loop_that_packs_indices_agrees_with_torch(
+    numel: int, k: int, index_code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [sparse_of(numel, k - 7 * seed, seed) for seed in range(3)]
+    padded = SparseGradient(
+        pad_sequence([row.indices for row in rows], batch_first=True, padding_value=numel),
+        pad_sequence([row.values for row in rows], batch_first=True),
+        numel,
+        torch.tensor([k, k - 7, k - 14]),
+    )
+    by_loop = [encode_rows(padded, index_code)[0], *(encode(row, index_code) for row in rows)]
+    monkeypatch.setattr(kernels, "index_loops", lambda _: None)
+    by_torch = [encode_rows(padded, index_code)[0], *(encode(row, index_code) for row in rows)]
+    assert all(map(torch.equal, by_loop, by_torch))
+
+
+def test_the_loop_that_packs_indices_writes_nothing_outside() -> None:
+    """Indices that break the contract are marked in the frame, and the loop stays in its memory."""
+    indices = torch.randint(-(1 << 40), 1 << 40, (5_000,), generator=torch.Generator().manual_seed(0))
+    for index_code in "elias-fano", "rice", "raw32":
+        message = encode(SparseGradient(indices, torch.ones(5_000), 1 << 20), index_code)
+        with pytest.raises(WireFormatError, match="ascend"):
+            decode(message, 1 << 20)

@@ -22,7 +22,7 @@ from regtopk.kernels.reference.pieces import Support
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
-_FEW_WORDS = 1 << 12  # of messages; torch's operations take less than a compiled loop's import
+_FEW_WORDS = 1 << 12  # of messages, or indices; torch's operations take less than a compiled loop's import
 MAX_ROWS = {"cuda": (1 << 16) - 1}  # a row is a program's second number, and CUDA's (gridDim.y) end there
 
 _PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device needs
@@ -78,9 +78,9 @@ def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tenso
     kernel_named(name, "pieces").overwrite_if_(flag, pieces, source)
 
 
-def index_loops(words: Tensor) -> Any:
-    """The module whose loops read indices in these words faster than torch; None: torch does."""
-    is_long = words.device.type == "cpu" and words.numel() >= _FEW_WORDS and words.is_contiguous()
+def index_loops(numbers: Tensor) -> Any:
+    """The module whose loops write these indices, or read indices in these words; None: torch does."""
+    is_long = numbers.device.type == "cpu" and numbers.numel() >= _FEW_WORDS and numbers.is_contiguous()
     return kernel_named("cpu", "codes") if is_long and describe("cpu").kernel != "reference" else None
 
 

@@ -21,9 +21,17 @@ def pack_indices(
     Indices, (..., k), are ascending and distinct where they are valid; None: all are. The layout is one for
     all rows, or has a column for each, (..., 1).
     """
+    has_unary, has_gaps = index_code != "raw32", index_code == "rice"
+    if (loops := kernels.index_loops(indices)) is not None:
+        rows = indices.view(-1, indices.shape[-1])
+        count = torch.tensor(indices.shape[-1]) if is_valid is None else is_valid.sum(-1)
+        sizes = count, layout.width, layout.field_words, layout.is_bitmap
+        columns = (size.expand(len(rows)) if size.dim() == 0 else size.flatten() for size in sizes)
+        packed: Tensor = loops.pack_indices(rows, *columns, has_unary, has_gaps, size)
+        return packed.view(*indices.shape[:-1], size)
     place = torch.arange(indices.shape[-1], device=indices.device)
     numbers = indices
-    if index_code == "rice":
+    if has_gaps:
         before = indices.new_full((*indices.shape[:-1], 1), -1)
         numbers = indices.diff(dim=-1, prepend=before) - 1
     fields, high = numbers & ((1 << layout.width) - 1), numbers >> layout.width
@@ -33,8 +41,8 @@ def pack_indices(
     # Two words more: a broken contract must not write out of bounds. The frame then says so.
     words = torch.zeros(*indices.shape[:-1], size + 2, dtype=torch.int64, device=indices.device)
     bits.add_fields_(words, (place * layout.width).expand_as(fields), fields)
-    if index_code != "raw32":
-        high = high.cumsum(-1) if index_code == "rice" else high
+    if has_unary:
+        high = high.cumsum(-1) if has_gaps else high
         bits.add_fields_(words, 32 * layout.field_words + high + place * ~layout.is_bitmap, ones)
     return words[..., :size].to(torch.int32)
 

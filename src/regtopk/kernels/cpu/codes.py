@@ -1,6 +1,6 @@
-"""Reading index codes on the CPU: one loop where torch needs dozens of operations on 64-bit integers.
+"""Index codes on the CPU, both ways: one loop where torch needs dozens of operations on 64-bit integers.
 
-`regtopk.wire.indices` says what the code is, and its own tensor operations are the oracle of this loop.
+`regtopk.wire.indices` says what the code is, and its own tensor operations are the oracle of these loops.
 """
 
 from typing import Any
@@ -11,6 +11,41 @@ from torch import Tensor
 
 from regtopk.kernels.cpu.compiled import Array, compiled
 from regtopk.kernels.cpu.threads import side_by_side
+
+
+def pack_indices(
+    indices: Tensor, count: Tensor, width: Tensor, field_words: Tensor, is_bitmap: Tensor,
+    has_unary: bool, has_gaps: bool, size: int,
+) -> Tensor:  # fmt: skip
+    """The words (rows, size) int32 of indices (rows, k) int64 up to each row's count, followed by zeros."""
+    words = np.zeros((indices.shape[0], size + 2), np.uint32)  # two more: as in `regtopk.wire.indices`
+    columns = [column.tolist() for column in (count, width, field_words, is_bitmap)]
+    rows = zip(indices.numpy(), *columns, words, strict=True)
+    side_by_side(_pack_row, [(*row, has_unary, has_gaps) for row in rows])
+    return torch.from_numpy(words.view(np.int32)[:, :size])
+
+
+@compiled
+def _pack_row(
+    indices: Array, count: int, width: int, field_words: int, is_bitmap: bool, words: Array,
+    has_unary: bool, has_gaps: bool,
+) -> None:  # fmt: skip
+    last, mask = words.size - 2, (1 << width) - 1
+    before: Any = -1
+    high: Any = 0
+    for i in range(count):
+        index: Any = indices[i]
+        number = index - before - 1 if has_gaps else index
+        first: Any = i * width
+        field = np.uint64(number & mask) << np.uint64(first & 31)
+        word = min(first >> 5, last)
+        words[word] |= np.uint32(field & np.uint64(0xFFFFFFFF))
+        words[word + 1] |= np.uint32(field >> np.uint64(32))
+        if has_unary:
+            high = (high if has_gaps else 0) + (number >> width)
+            one: Any = 32 * field_words + high + (0 if is_bitmap else i)
+            words[max(0, min(one >> 5, last))] |= np.uint32(1 << (one & 31))
+        before = index
 
 
 def unpack_indices(
