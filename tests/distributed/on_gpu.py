@@ -28,12 +28,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.steps.agreement import Agreement
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import CASES
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import sharded, whole_parameters
-from tests.distributed.training import batch, flat_parameters, make_net, refusal
+from tests.distributed.training import batch, flat_parameters, flip_a_bit, make_net, noted_go_on, refusal
 from tests.integrations.scripts import TELL, bits_of, run, script_of
 
 TIMEOUT_S = 30
@@ -137,21 +136,13 @@ def exchanges_of_updates(device: str) -> None:
 
 def sharded_models(device: str) -> None:
     """Gradients and updates of FSDP2's parts; the host goes on without an answer where NCCL lets it."""
-    num_late = 0
-    go_on = Agreement.go_on
-
-    def count(self: Agreement) -> None:
-        nonlocal num_late
-        num_late += 1
-        go_on(self)
-
-    with patch.object(Agreement, "go_on", count):
+    with noted_go_on() as late:
         for kind in ("attach", "updates"):
             model, optimizer, exchange = sharded_job(kind, device)
             steps(model, [optimizer], range(6), device)
             agreed_bits(whole_parameters(model))
             exchange.close()
-    assert (num_late > 0) == (device == "cuda")
+    assert late.called == (device == "cuda")
 
 
 def sharded_job(kind: str, device: str) -> tuple[Any, torch.optim.Optimizer, Any]:
@@ -198,14 +189,6 @@ def a_nan_on_one_rank(device: str) -> None:
 
 def a_damaged_message(device: str) -> None:
     """All ranks refuse it."""
-    real = Collectives.all_gather
-
-    def flip_a_bit(self: Collectives, tensor: Tensor) -> Tensor:
-        gathered = real(self, tensor)
-        if tensor.dtype == torch.uint8 and len(gathered) > 1:
-            gathered[1, 40] ^= 1
-        return gathered
-
     net = make_net().to(device)
     optimizer = torch.optim.AdamW(net.parameters())
     exchange = regtopk.UpdateExchange(net, optimizer, TOPK, collective="all_gather")

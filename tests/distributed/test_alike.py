@@ -18,7 +18,7 @@ from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_equals_simulator import OF_EACH_KIND
-from tests.distributed.training import answers_on_the_device, refusal, same, steps_of
+from tests.distributed.training import answers_on_the_device, flip_a_bit, refusal, same, steps_of
 
 SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
 ALIKE = [[["a"], ["c"], ["d"]]]
@@ -153,14 +153,6 @@ def test_bits_are_those_of_steps_that_wait(case: Case) -> None:
 @on_ranks(2)
 def test_a_damaged_message_is_refused_when_somebody_looks() -> None:
     steps, generator = steps_of(regtopk.TopK(k=4), SIZES_OF_LATE), torch.Generator().manual_seed(0)
-    real = Collectives.all_gather
-
-    def flip_a_bit(self: Collectives, tensor: Tensor) -> Tensor:
-        gathered = real(self, tensor)
-        if tensor.dtype == torch.uint8:
-            gathered[1, 40] ^= 1
-        return gathered
-
     with answers_on_the_device():
         make_late_step(steps, generator)
         with patch.object(Collectives, "all_gather", flip_a_bit):

@@ -20,6 +20,7 @@ from tests.distributed import training
 from tests.distributed.conversations import RunningSum
 from tests.distributed.ranks import on_ranks
 from tests.distributed.sharding import attached, grid, whole_parameters
+from tests.distributed.test_updates import sgd
 
 ALGORITHM = regtopk.RegTopK(density=0.05)
 # A layer's rows are cut in two. Units arrive from the last to the first, whose gradients reach no other unit.
@@ -28,10 +29,6 @@ BAD = [("last", 2), ("first", 1), ("first", 39)]  # in the first unit; in part 0
 
 class Interruption(Exception):  # noqa: N818
     """What a user's code raises in backward."""
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def train(
@@ -94,7 +91,7 @@ def test_a_skipped_step_of_a_sharded_model_changes_nothing() -> None:
     with training.answers_on_the_device() as late:
         straight = train_sharded(bad_steps=())
         found += [train_sharded(*where, bad_steps=(0, 2)) for where in BAD]
-    assert len(late) == 5 + 3 * 7  # all steps but the first of each run, and the bad ones beside
+    assert late.call_count == 5 + 3 * 7  # all steps but the first of each run, and the bad ones beside
     for skipping in found:
         assert torch.equal(skipping, straight)
 

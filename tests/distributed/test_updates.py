@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import regtopk
-from regtopk.core.algorithm import Algorithm
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
@@ -130,26 +129,52 @@ def compare_with_simulator(weights: list[float]) -> None:
         weight = weights[dist.get_rank()]
         with exchanging(net, optimizer, algorithm=algorithm, every=3, weight=weight) as exchange:
             train(net, optimizer, range(12))
-            assert torch.equal(flat_parameters(net), simulated(algorithm, weights)), algorithm.name
+            cluster = Cluster(algorithm, num_workers=len(weights), weights=weights)
+            by_hand = train_by_hand([cluster], adamw, range(12), every=3)
+            assert torch.equal(flat_parameters(net), by_hand), algorithm.name
             assert exchange.num_rounds == 4
 
 
-def simulated(algorithm: Algorithm[Any], weights: list[float]) -> Tensor:
-    """The same rounds of all workers in one process."""
-    nets = [make_net() for _ in weights]
-    optimizers = [adamw(net) for net in nets]
-    cluster = Cluster(algorithm, num_workers=len(weights), weights=weights)
-    start = flat_parameters(nets[0])
-    for first in range(0, 12, 3):
-        for n, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
-            for step in range(first, first + 3):
-                optimizer.zero_grad()
-                net(batch(step, n)).square().mean().backward()
-                optimizer.step()
-        start = start - cluster.step(start - torch.stack([flat_parameters(net) for net in nets]))
-        for net in nets:
-            nn.utils.vector_to_parameters(start.clone(), net.parameters())
-    return start
+def train_by_hand(
+    clusters: list[Cluster], make: Any, steps: range, *, every: int, outer: Any = None
+) -> Tensor:
+    """One process does what all ranks do: a simulated exchange for each part that models are cut into."""
+    shards, nets = len(clusters), [make_net() for _ in range(clusters[0].num_workers)]
+    optimizers = [make(net) for net in nets]
+    start = [nn.Parameter(p.detach().clone()) for p in nets[0].parameters()]
+    step_outer = (outer(start) if outer else torch.optim.SGD(start, lr=1)).step
+    for number in steps:
+        for place, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for rank in range(place * shards, (place + 1) * shards):
+                (net(batch(number, rank)).square().mean() / shards).backward()
+            optimizer.step()
+        if (number + 1) % every == 0:
+            exchange_by_hand(nets, start, clusters)
+            step_outer()
+            with torch.no_grad():
+                for net in nets:
+                    torch._foreach_copy_(list(net.parameters()), list[Tensor](start))
+    return nn.utils.parameters_to_vector(start).detach()
+
+
+@torch.no_grad()
+def exchange_by_hand(nets: list[Any], start: list[nn.Parameter], clusters: list[Cluster]) -> None:
+    """The gradients of theta_start become the aggregate, part by part."""
+    updates = [[begin - now for begin, now in zip(start, net.parameters(), strict=True)] for net in nets]
+    for p in start:
+        p.grad = torch.empty_like(p)
+    for part, cluster in enumerate(clusters):
+        rows = [torch.cat([cut(d, len(clusters))[part].flatten() for d in update]) for update in updates]
+        aggregate = cluster.step(torch.stack(rows))
+        targets = [cut(p.grad, len(clusters))[part] for p in start if p.grad is not None]
+        for target, piece in zip(targets, aggregate.split([t.numel() for t in targets]), strict=True):
+            target.copy_(piece.view_as(target))
+
+
+def cut(tensor: Tensor, shards: int) -> list[Tensor]:
+    """The parts of a parameter as fully_shard cuts it."""
+    return list(tensor.split(-(-tensor.shape[0] // shards)))
 
 
 @pytest.mark.parametrize("options", [{"every": 3}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}])

@@ -7,9 +7,10 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -153,18 +154,19 @@ def listening() -> Iterator[list[str]]:
         logging.getLogger("regtopk").removeHandler(handler)
 
 
+noted_go_on = partial(patch.object, Agreement, "go_on", autospec=True, side_effect=Agreement.go_on)
+
+
 @contextmanager
-def answers_on_the_device() -> Iterator[list[Agreement]]:
-    """Let ranks go on without the others' answers, as they do over NCCL; what they did not wait for."""
-    late: list[Agreement] = []
-    go_on = Agreement.go_on
-
-    def note(self: Agreement) -> None:
-        late.append(self)
-        go_on(self)
-
-    with (
-        patch.object(Collectives, "is_on_device", lambda self, device: True),
-        patch.object(Agreement, "go_on", note),
-    ):
+def answers_on_the_device() -> Iterator[Mock]:
+    """Let ranks go on without the others' answers, as they do over NCCL; called when they did not wait."""
+    with patch.object(Collectives, "is_on_device", lambda self, device: True), noted_go_on() as late:
         yield late
+
+
+def flip_a_bit(collectives: Collectives, tensor: Tensor, real: Any = Collectives.all_gather) -> Tensor:
+    """In the place of `all_gather`: the message of rank 1 is damaged on its way."""
+    gathered: Tensor = real(collectives, tensor)
+    if tensor.dtype == torch.uint8 and len(gathered) > 1:
+        gathered[1, 40] ^= 1
+    return gathered
