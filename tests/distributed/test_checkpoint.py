@@ -17,10 +17,10 @@ from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
     algorithm_state,
-    closing,
     ddp,
     flat_parameters,
     loss_of,
+    made,
     make_net,
     same,
 )
@@ -85,8 +85,8 @@ def train(folder: Path, is_resumed: bool) -> list[Any]:
     """What 10 steps end with, if they are saved after 5 of them, or resumed there."""
     results = []
     for name in ALGORITHMS:
-        training, path = Training(name), folder / f"{name}-rank{dist.get_rank()}.pt"
-        with closing(training.exchange):
+        path = folder / f"{name}-rank{dist.get_rank()}.pt"
+        with made(Training, name) as (training, _):
             if is_resumed:
                 training.load(path)
             else:
@@ -147,8 +147,7 @@ def test_a_state_of_several_buckets_keeps_the_residual(two_ranks: Ranks, tmp_pat
 
 
 def save_some(folder: Path, algorithm: str, weights: list[float], is_gathered: bool) -> None:
-    training = Training(algorithm, weights)
-    with closing(training.exchange):
+    with made(Training, algorithm, weights) as (training, _):
         training.train_until(7)
         if not is_gathered:
             torch.save(training.exchange.state_dict(), folder / f"rank{dist.get_rank()}.pt")
@@ -160,8 +159,7 @@ def save_some(folder: Path, algorithm: str, weights: list[float], is_gathered: b
 
 
 def load_some(files: list[Path], algorithm: str, weights: list[float]) -> dict[str, Any]:
-    training = Training(algorithm, weights)
-    with closing(training.exchange) as exchange:
+    with made(Training, algorithm, weights) as (training, exchange):
         parts = [torch.load(path, weights_only=True) for path in files]
         exchange.load_state_dict(regtopk.merge_state_dicts(parts))
         state: dict[str, Any] = exchange.state_dict()
@@ -212,8 +210,7 @@ def test_distributed_checkpoint_keeps_every_ranks_residual(
 
 
 def save_with_dcp(folder: Path) -> Any:
-    training = Training("regtopk warming up")
-    with closing(training.exchange) as exchange:
+    with made(Training, "regtopk warming up") as (training, exchange):
         training.train_until(12)
         parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
         save(parts, checkpoint_id=folder / "plain")
@@ -225,12 +222,10 @@ def save_with_dcp(folder: Path) -> Any:
 
 
 def load_with_dcp(folder: Path) -> Any:
-    training = Training("regtopk warming up")
-    with closing(training.exchange) as exchange:
+    with made(Training, "regtopk warming up") as (training, exchange):
         load({"exchange": exchange}, checkpoint_id=folder / "stateful")
         state = algorithm_state(exchange)
-    training = Training("regtopk warming up")
-    with closing(training.exchange) as exchange:
+    with made(Training, "regtopk warming up") as (training, exchange):
         parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
         load(parts, checkpoint_id=folder / "plain")
         training.model.module.load_state_dict(parts["model"])

@@ -3,13 +3,11 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import regtopk
-from regtopk.core.worker import Layout
-from regtopk.simulate import Cluster
 from tests.distributed import training
 from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_equals_simulator import compare, grads_of
 from tests.distributed.test_updates import nesterov, train
 
 TOPK = regtopk.TopK(density=0.1, value_code="4bit")
@@ -17,34 +15,7 @@ NARROW: dict[str, Any] = {"residual_dtype": "bfloat16"}
 
 
 def test_residuals_in_bfloat16_are_those_of_the_simulator(two_ranks: Ranks) -> None:
-    grads, aggregates, residuals = (list(each) for each in zip(*two_ranks.run(exchange_narrow), strict=True))
-    shapes = [(name, tuple(p.shape), "other") for name, p in training.make_net().named_parameters()]
-    cluster = Cluster(TOPK, num_workers=2, layout=Layout.of_shapes(shapes), residual_dtype="bfloat16")
-    for step in range(4):
-        expected = cluster.step(torch.stack([mine[step] for mine in grads]))
-        assert all(torch.equal(mine[step], expected) for mine in aggregates)
-    state: Any = cluster.state
-    assert state.residual.dtype == torch.bfloat16 and torch.equal(state.residual, torch.stack(residuals))
-
-
-def exchange_narrow() -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Gradients, aggregates and the residual at last; half-way the exchange goes on in another."""
-    net = training.make_net()
-    exchange = regtopk.Exchange(net, TOPK, **NARROW)
-    grads, aggregates = [], []
-    for step in range(4):
-        net.zero_grad()
-        training.loss_of(net, step).backward()
-        grads.append(training.flat_gradients(net))
-        exchange.step()
-        aggregates.append(training.flat_gradients(net))
-        if step == 1:
-            saved = exchange.state_dict()
-            exchange = regtopk.Exchange(net, TOPK, **NARROW)
-            exchange.load_state_dict(saved)
-    entries = exchange.state_dict()["workers"][str(exchange.rank)]["entries"]
-    assert exchange.total.residual_norm > 0
-    return grads, aggregates, torch.cat([fields["residual"].flatten() for fields in entries.values()])
+    compare(two_ranks, TOPK, grads_of(4, num_ranks=2), **NARROW)
 
 
 @on_ranks(2)

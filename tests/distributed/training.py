@@ -1,14 +1,10 @@
 """Small models, batches and loops that the ranks of these tests run."""
 
 import contextlib
-import io
 import logging
-import runpy
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -27,6 +23,14 @@ from regtopk.distributed.transport.collectives import Collectives, group_or_defa
 
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
 closing: Any = contextlib.closing  # an exchange afterwards
+
+
+@contextmanager
+def made(kind: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A training of a test's own kind, and its exchange, which is closed afterwards."""
+    training = kind(*arguments, **options)
+    with closing(training.exchange) as exchange:
+        yield training, exchange
 
 
 class Net(nn.Module):
@@ -121,24 +125,6 @@ def refusal(act: Callable[[], Any]) -> tuple[str, str]:
     except errors.RegtopkError as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was refused")
-
-
-def run_example(name: str, *words: str) -> str:
-    """What a script of examples/ prints in a process that is in a group, and stays in it."""
-    script = str(Path(__file__).parents[2] / "examples" / name)
-    with (
-        patch.object(sys, "argv", [script, *words]),
-        patch.object(dist, "init_process_group"),
-        patch.object(dist, "destroy_process_group"),
-        redirect_stdout(io.StringIO()) as printed,
-    ):
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
-
-
-def write_numbers(path: Path) -> None:
-    """A text that a small model learns soon."""
-    path.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(5000)))
 
 
 @contextmanager
