@@ -55,11 +55,14 @@ def run(algorithm: Algorithm[Any], given: dict[str, Any]) -> tuple[Any, Any]:
     return groups, (aggregates, states, steps.ledger.total.sent_bytes)
 
 
-def make_step(steps: Steps, grads: dict[str, Tensor]) -> None:
+def make_step(steps: Steps, grads: dict[str, Tensor], **options: Any) -> bool:
+    """Whether it went on without the answers."""
     buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in grads]
     flats = [grads[bucket.names[0]] for bucket in buckets]
-    with steps.step((flats, torch.tensor(True)), buckets) as step:
+    with steps.step((flats, torch.cat(flats).isfinite().all()), buckets, **options) as step:
+        is_late = step.agreement.is_spoilt is not None
         step.exchange(into(grads))
+    return is_late
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,11 +123,8 @@ def make_late_step(
     grads = {name: torch.randn(size, generator=generator) for name, size in SIZES_OF_LATE.items()}
     if is_bad and dist.get_rank() == BAD_RANK:
         grads["b"][7] = torch.nan
-    flats = list(grads.values())
-    with steps.step((flats, torch.cat(flats).isfinite().all()), may_go_on=True) as step:
-        is_late = step.agreement.is_spoilt is not None
-        step.exchange(into(grads))
-    return flats, is_late
+    is_late = make_step(steps, grads, may_go_on=True)
+    return list(grads.values()), is_late
 
 
 def run_late(case: Case) -> tuple[list[Tensor], list[bool]]:

@@ -12,7 +12,7 @@ import regtopk
 from regtopk.rounds import Rounds
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_updates import TOPK, is_same_on_all_ranks
-from tests.distributed.training import algorithm_state, closing, flat_parameters, made, refusal, same
+from tests.distributed.training import algorithm_state, closing, flat_parameters, made, merged, refusal, same
 
 EVERYS = {2: [4, 2], 4: [6, 6, 3, 2]}
 CASES: list[tuple[Any, dict[str, Any]]]
@@ -224,10 +224,9 @@ def test_what_is_learned_inside_a_round_is_clipped_on_other_ranks_too() -> None:
     with made(Training, every=4, clip_norm=3.0) as (first, exchange):
         first.net(torch.full((70,), 1000.0 if exchange.rank else 1.0)).backward()
         first.optimizer.step()
-        saved = [exchange.state_dict()] * 2
-        dist.all_gather_object(saved, saved[0])
+        saved = merged(exchange)
     with made(Training, every=4, clip_norm=3.0, weight=(0.75, 0.25)[dist.get_rank()]) as (_, exchange):
-        exchange.load_state_dict(regtopk.merge_state_dicts(saved))
+        exchange.load_state_dict(saved)
         (state,) = exchange.state_dict()["workers"].values()
         residual = torch.cat([entry["residual"] for entry in state["entries"].values()])
         expected = 3.0 * 0.5 / 0.25 if exchange.rank else 0.5 / 0.75

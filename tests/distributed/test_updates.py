@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ def sgd(net: nn.Module) -> Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-def adamw(net: nn.Module) -> Optimizer:
+def adamw(net: nn.Module, *, fused: bool = False) -> Optimizer:
     """With an epsilon that keeps the signs of tiny gradients from deciding anything."""
-    return torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3)
+    return torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3, fused=fused)
 
 
 def nesterov(parameters: list[nn.Parameter], lr: float = 0.7) -> Optimizer:
@@ -51,9 +52,11 @@ def train(net: nn.Module, optimizer: Optimizer, steps: range, **arguments: Any) 
 
 
 @contextmanager
-def updating(make: Any = sgd, algorithm: Any = TOPK, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+def updating(
+    make: Any = sgd, algorithm: Any = TOPK, net: Any = None, **options: Any
+) -> Iterator[tuple[Any, Any, Any]]:
     """A net, its optimizer, and their exchange, which is closed afterwards."""
-    net = make_net()
+    net = make_net() if net is None else net
     optimizer = make(net)
     with closing(regtopk.UpdateExchange(net, optimizer, algorithm, **options)) as exchange:
         yield net, optimizer, exchange
@@ -92,14 +95,11 @@ def is_same_on_all_ranks(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def exchanging(net: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
-    options = {"algorithm": regtopk.Dense(), **options}
-    with closing(regtopk.UpdateExchange(net, optimizer, **options)) as exchange:
-        yield exchange
+def exchanging(make: Any, algorithm: Any, net: Any = None, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The same; at the end all ranks have the same model."""
+    with updating(make, algorithm, net, **options) as (net, optimizer, exchange):
+        yield net, optimizer, exchange
         assert is_same_on_all_ranks(flat_parameters(net))
-
-
-# Equal to what is known.
 
 
 @on_ranks(4)
@@ -108,9 +108,7 @@ def test_dense_updates_of_sgd_are_ddp() -> None:
     train(ddp, sgd(ddp), range(5))
     for algorithm in (regtopk.Dense(), regtopk.TopK(density=1.0)):
         for deterministic in (True, False):
-            net = make_net()
-            optimizer = sgd(net)
-            with exchanging(net, optimizer, algorithm=algorithm, deterministic=deterministic) as exchange:
+            with exchanging(sgd, algorithm, deterministic=deterministic) as (net, optimizer, exchange):
                 train(net, optimizer, range(5))
                 # an update is rounded to what parameters can tell apart: 5 roundings of numbers up to 0.3
                 assert (flat_parameters(net) - flat_parameters(ddp)).abs().max() < 5 * 2**-24
@@ -124,10 +122,8 @@ def test_ranks_and_the_simulator_agree_bit_for_bit(two_ranks: Ranks, four_ranks:
 
 def compare_with_simulator(weights: list[float]) -> None:
     for algorithm in (regtopk.Dense(), regtopk.RegTopK(density=0.05, value_code="4bit")):
-        net = make_net()
-        optimizer = adamw(net)
         weight = weights[dist.get_rank()]
-        with exchanging(net, optimizer, algorithm=algorithm, every=3, weight=weight) as exchange:
+        with exchanging(adamw, algorithm, every=3, weight=weight) as (net, optimizer, exchange):
             train(net, optimizer, range(12))
             cluster = Cluster(algorithm, num_workers=len(weights), weights=weights)
             by_hand = train_by_hand([cluster], adamw, range(12), every=3)
@@ -190,23 +186,18 @@ def test_dense_bytes_are_those_of_the_steps_made(options: dict[str, Any]) -> Non
         assert f"sent      {sent / 13:.3g} B per step" in summary and "dense     13.5 kB per step" in summary
 
 
-# GradScaler.
-
-
 @on_ranks(2)
 def test_a_step_that_a_grad_scaler_skips_is_none() -> None:
     """Rank 1 overflows twice, and takes two batches more. Fused optimizers are called even to skip."""
     for fused in (False, True):
-        net = make_net()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         num_batches = 0
-        with exchanging(net, optimizer, algorithm=TOPK, every=4) as exchange:
+        with exchanging(partial(adamw, fused=fused), TOPK, every=4) as (net, optimizer, exchange):
             while exchange.num_steps < 8:
                 optimizer.zero_grad()
                 scaler.scale(loss_of(net, num_batches)).backward()
                 if dist.get_rank() == 1 and num_batches in (2, 7):
-                    net.last.bias.grad[0] = math.inf  # type: ignore[index]
+                    net.last.bias.grad[0] = math.inf
                 scaler.step(optimizer)
                 scaler.update()
                 num_batches += 1
@@ -215,15 +206,11 @@ def test_a_step_that_a_grad_scaler_skips_is_none() -> None:
             assert flat_parameters(net).isfinite().all()
 
 
-# Not finite.
-
-
 @on_ranks(2)
 def test_a_round_that_is_not_finite_is_taken_back() -> None:
     for make in (adamw, lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1)):
         net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        optimizer = make(net)
-        with exchanging(net, optimizer, algorithm=TOPK, every=2, outer=nesterov) as exchange:
+        with exchanging(make, TOPK, net, every=2, outer=nesterov) as (_, optimizer, exchange):
             train(net, optimizer, range(2))
             before = flat_parameters(net), net[1].running_mean.clone(), exchange.total.residual_norm
             outer_before = exchange.state_dict()["updates"]["outer_state"]
@@ -257,18 +244,14 @@ def spoil_a_round(net: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-# Buffers.
-
-
 @on_ranks(2)
 def test_buffers() -> None:
     for how in ("mean", "rank0", "local"):
         net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
         net.register_buffer("mask", torch.full((1000,), -math.inf))  # never changes, so it is never sent
         net.register_buffer("cache", torch.zeros(1))
-        optimizer = sgd(net)
         weight = (0.75, 0.25)[dist.get_rank()]
-        with exchanging(net, optimizer, algorithm=TOPK, buffers=how, weight=weight) as exchange:
+        with exchanging(sgd, TOPK, net, buffers=how, weight=weight) as (_, optimizer, exchange):
             net.get_buffer("cache").resize_(1 + dist.get_rank())  # which stays local
             net(batch(0)).square().mean().backward()
             mine = net[1].running_mean.clone()

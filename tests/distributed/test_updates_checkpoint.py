@@ -17,7 +17,7 @@ from regtopk.errors import StateError
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_checkpoint import relative_change, weighted_sum
 from tests.distributed.test_updates import nesterov
-from tests.distributed.training import algorithm_state, batch, flat_parameters, made, refusal, same
+from tests.distributed.training import algorithm_state, batch, flat_parameters, made, merged, refusal, same
 
 WEIGHTS = {2: [0.7, 0.3], 4: [0.4, 0.3, 0.2, 0.1]}
 
@@ -203,9 +203,7 @@ def test_states_that_do_not_fit() -> None:
     for options, _ in OTHERS:
         with made(Training, **{"weights": WEIGHTS[2], **options}) as (other, exchange):
             other.train_until(5)
-            parts: list[Any] = [None, None]
-            dist.all_gather_object(parts, exchange.state_dict())
-            others.append(regtopk.merge_state_dicts(parts))
+            others.append(merged(exchange))
     with made(Training, WEIGHTS[2]) as (training, exchange):
         training.train_until(5)
         for damage, _ in DAMAGES:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from regtopk import errors
+import regtopk
 from regtopk.distributed.options import Options
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps.agreement import Agreement
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from tests.refusals import refusal as refusal
 
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
 closing: Any = contextlib.closing  # an exchange afterwards
@@ -70,7 +71,6 @@ def loss_of(model: nn.Module, step: int, **arguments: Any) -> Tensor:
 
 
 def ddp(**options: Any) -> DistributedDataParallel:
-    """A wrapped net."""
     return DistributedDataParallel(make_net(), **options)
 
 
@@ -118,13 +118,11 @@ def algorithm_state(exchange: Any) -> dict[str, Any]:
     return saved
 
 
-def refusal(act: Callable[[], Any]) -> tuple[str, str]:
-    """The kind and the text of the error that an act must end with."""
-    try:
-        act()
-    except errors.RegtopkError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was refused")
+def merged(exchange: Any) -> dict[str, Any]:
+    """What all ranks save, as one state."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, exchange.state_dict())
+    return regtopk.merge_state_dicts(parts)
 
 
 @contextmanager
