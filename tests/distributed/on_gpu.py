@@ -34,6 +34,7 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import sharded, whole_parameters
 from tests.distributed.training import batch, flat_parameters, flip_a_bit, make_net, noted_go_on, refusal
 from tests.integrations.scripts import TELL, bits_of, run, script_of
+from tests.processes import passes
 
 TIMEOUT_S = 30
 TOPK = regtopk.TopK(density=0.1, value_code="4bit")
@@ -90,12 +91,6 @@ def by_gradients(algorithm: Any, device: str, group: dist.ProcessGroup | None, *
     return flat_parameters(model)
 
 
-def optimizers_of(net: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    others = [p for p in net.parameters() if p.ndim != 2]
-    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-
-
 @contextmanager
 def updates(
     name: str, device: str, group: dist.ProcessGroup | None
@@ -105,7 +100,9 @@ def updates(
     net = make_net().to(device)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(net.parameters(), lr=0.01)]
     if name == "plain":
-        optimizers = optimizers_of(net)
+        matrices = [p for p in net.parameters() if p.ndim == 2]
+        others = [p for p in net.parameters() if p.ndim != 2]
+        optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     exchange = regtopk.UpdateExchange(net, optimizers, algorithm, process_group=group, **options)
     yield net, optimizers, exchange
     exchange.close()
@@ -188,7 +185,6 @@ def a_nan_on_one_rank(device: str) -> None:
 
 
 def a_damaged_message(device: str) -> None:
-    """All ranks refuse it."""
     net = make_net().to(device)
     optimizer = torch.optim.AdamW(net.parameters())
     exchange = regtopk.UpdateExchange(net, optimizer, TOPK, collective="all_gather")
@@ -305,18 +301,6 @@ def guides_of_trainers(backend: str, device: str) -> None:
 
 
 ALONE = (saved_and_resumed, a_killed_rank, guides_of_trainers)
-
-
-def passes(name: str, check: Callable[[], Any]) -> bool:
-    began, error = time.monotonic(), None
-    try:
-        check()
-    except Exception as raised:  # what fails is shown, and the others run
-        error = raised
-    print(f"{'pass' if error is None else 'FAIL'}  {name}, {time.monotonic() - began:.1f} s", flush=True)
-    if error is not None:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    return error is None
 
 
 def run_checks(device: str, only: list[str], sizes: tuple[int, ...] = (2, 4)) -> bool:
