@@ -53,8 +53,6 @@ class Wide(nn.Module):
 
 @dataclass
 class Run:
-    """What one rank saw."""
-
     layout: Layout
     aggregates: list[Tensor] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)

@@ -62,9 +62,6 @@ class Job:
         return {name: fields["residual"].to_local() for name, fields in entries.items() if fields}
 
 
-# The same mesh.
-
-
 @pytest.mark.parametrize(
     ("kind", "num_before", "shape", "is_narrow"), [("attach", 3, (1, 4), True), ("updates", 3, (2, 2), False)]
 )
@@ -199,9 +196,6 @@ def states_of(job: Job) -> tuple[Tensor, Tensor]:
     momentum = p.detach().clone()
     momentum.to_local().copy_(job.exchange.outer.state[start]["momentum_buffer"])
     return whole(job.optimizer.state[p]["exp_avg"]), whole(momentum)
-
-
-# What is refused.
 
 
 @on_ranks(4)

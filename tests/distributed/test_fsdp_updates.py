@@ -90,9 +90,6 @@ def test_parameters_in_the_cpus_memory() -> None:
     assert torch.equal(*map(whole_parameters, models))
 
 
-# A NaN.
-
-
 @on_ranks(4)
 def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
     model = sharded(grid(2, 2)["shard"])
@@ -111,9 +108,6 @@ def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
     train(model, optimizer, range(4, 6))
     assert exchange.num_rounds == 2 and whole_parameters(model).isfinite().all()
     assert exchange.total.num_skipped == 1
-
-
-# Checkpoints of the same mesh.
 
 
 @pytest.mark.parametrize("num_before", [3, 4], ids=["inside a round", "at its end"])
@@ -139,9 +133,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(num_before: int) -> None:
     train(again, its_optimizer, range(num_before, 6))
     assert same(algorithm_state(resumed), algorithm_state(exchange))
     assert torch.equal(whole_parameters(model), whole_parameters(again))
-
-
-# What is refused.
 
 
 SHARE = "ClusterError: all ranks that share a model must have the same"

@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
     "context": 16, "num_evaluations": 3,
 }  # fmt: skip
 SHORT: dict[str, Any] = {"num_steps": 8, "num_evaluations": 1}
-compare = partial(test_compare.compare, **TINY)
+compare: Any = partial(test_compare.compare, **TINY)
 
 
 def trained(method: str, text_file: str) -> tuple[Gpt, Tensor]:
