@@ -166,8 +166,8 @@ ADAM = (
 )
 
 
-def by_hook(net: Any, algorithm: Any) -> Any:
-    state = regtopk.SparseHookState(net, algorithm)
+def by_hook(net: Any, algorithm: Any, **options: Any) -> Any:
+    state = regtopk.SparseHookState(net, algorithm, **options)
     net.register_comm_hook(state, regtopk.sparse_hook)
     return state
 

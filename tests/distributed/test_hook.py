@@ -12,6 +12,7 @@ import regtopk
 from regtopk.errors import ClusterError
 from tests.distributed import test_updates, training
 from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_counts import by_hook
 
 ALGORITHM = regtopk.RegTopK(density=0.1)
 
@@ -24,14 +25,9 @@ def train(model: nn.Module, num_steps: int = 6) -> Tensor:
 @on_ranks(2)
 def test_registered_by_hand_is_as_good_as_attach() -> None:
     results = []
-    for by_hand in (True, False):
+    for way in (by_hook, regtopk.attach):
         model = training.ddp(**training.SMALL_BUCKETS)
-        if by_hand:
-            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, index_code="rice")
-            model.register_comm_hook(exchange, regtopk.sparse_hook)
-        else:
-            exchange = regtopk.attach(model, ALGORITHM, index_code="rice")
-        with training.closing(exchange):
+        with training.closing(way(model, ALGORITHM, index_code="rice")) as exchange:
             results.append((train(model), training.algorithm_state(exchange), exchange.total.sent_bytes))
     assert training.same(*results)
 
