@@ -1,6 +1,8 @@
 """What tests of several folders need."""
 
+import argparse
 import gc
+import inspect
 import os
 import signal
 import tempfile
@@ -37,6 +39,14 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs have a page without figures, which take a second to draw."""
     monkeypatch.setattr("regtopk.lab.report.page.draw_files", lambda *_: None)
     monkeypatch.setattr("regtopk.lab.report.page.draw_inline", lambda *_, **__: "")
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file that language models are trained on."""
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text(inspect.getsource(argparse)[:30_000])
+    return str(path)
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,13 @@
-"""What tests ask of the machine: processes that end with the test, a port, and a disk that is full."""
+"""What tests ask of the machine: processes that end with the test, a port, a full disk; checks by hand."""
 
 import resource
 import socket
 import subprocess
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -23,11 +26,23 @@ def ended(process: "subprocess.Popen[str]") -> Iterator["subprocess.Popen[str]"]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def passes(name: str, check: Callable[[], Any]) -> bool:
+    """Run a check without pytest, and print how it ended."""
+    began = time.monotonic()
+    try:
+        check()
+    except Exception:  # what fails is shown, and the others run
+        traceback.print_exc()
+        print(f"FAIL  {name}", flush=True)
+        return False
+    print(f"pass  {name}, {time.monotonic() - began:.1f} s", flush=True)
+    return True
 
 
 @contextmanager

@@ -150,6 +150,10 @@ SEEDS = "seeds must be a number, or different ones like 3,4,5 or 2-6, got '0'"
         ("reproduce fig2 --seeds 2 --set seeds=3", "each setting must be given once, got seeds twice"),
         ("reproduce fig2 --set lr=1e3 --set record_every=9999", "grads of worker 0 must be finite"),
         ("reproduce fig2 --set lr=1e300 --set record_every=1", "the run diverged"),
+        ("reproduce fig3 --preset papr", "preset must be one of"),
+        ("reproduce fig3 --set task=digits", "task must be given as the command's own argument"),
+        ("reproduce fig3", "data must be given for cifar10"),
+        ("reproduce fig1 --set algorithms=topk", "num_iterations, lr, mu, w_1, device, got 'algorithms'"),
         ("compare toy --set task=digits", "task must be given as the command's own argument"),
         ("train --workers 1", "regtopk: --workers must be an integer of at least 2, got 1"),
         ("train --workers 0", "regtopk: --workers must be at least 1, got 0"),
@@ -173,6 +177,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: str, messa
     assert (code, out) == (2, "")
     assert err.startswith("regtopk: ") and message in err and err.count("\n") == 1
     assert not (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run").exists() == (" --set lr=" in words)  # which begin
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -34,7 +34,7 @@ def commands(program: str) -> list[list[str]]:
 
 
 def test_every_command_has_a_test() -> None:
-    """torchrun's are in tests/distributed/test_example.py and test_train_gpt.py."""
+    """torchrun's are in tests/distributed/test_example.py."""
     assert {command.split()[0] for command in COMMANDS} == {"make", "pip", "torchrun", "regtopk"}
     assert [words[2] for words in commands("torchrun")] == ["examples/train_ddp.py", "examples/train_gpt.py"]
 

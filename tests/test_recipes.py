@@ -1,11 +1,14 @@
 """Recipes are plain options, and their bytes are those that the simulator counts."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import regtopk
 from regtopk import Link, recipes
 from regtopk.simulate import Cluster
+from tests.refusals import refusal
 
 NUMEL = 400_000
 
@@ -52,6 +55,5 @@ def test_an_exchange_takes_one_as_it_is() -> None:
     ],
 )
 def test_bad_input(arguments: dict[str, object], text: str) -> None:
-    with pytest.raises(regtopk.errors.ArgumentError) as refused:
-        recipes.transformer(**arguments)  # type: ignore[arg-type]
-    assert str(refused.value) == text
+    make: Any = recipes.transformer
+    assert refusal(lambda: make(**arguments)) == ("ArgumentError", text)

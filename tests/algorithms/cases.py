@@ -64,8 +64,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One algorithm with some options."""
-
     name: str
     options: dict[str, Any]
 
@@ -139,10 +137,20 @@ def random_grads(
     return [(torch.randn(*shape, generator=generator) * scale).to(dtype) for _ in range(num_steps)]
 
 
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gradients whose entries are of similar size."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def state_of(cluster: Cluster) -> dict[str, Tensor]:
+    """What the workers keep."""
+    assert cluster.state is not None
+    return cluster.state.state_dict()
+
+
 def residual_of(cluster: Cluster) -> Tensor:
     """What the workers have not sent, (N, J)."""
-    assert cluster.state is not None
-    return cluster.state.state_dict()["residual"]
+    return state_of(cluster)["residual"]
 
 
 @dataclass(frozen=True)

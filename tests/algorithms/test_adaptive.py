@@ -9,7 +9,7 @@ import torch
 from regtopk import ALGORITHMS, EF21, AdaptiveDensity, Consensus, GradientDropping, RegTopK, TopK
 from regtopk.core import WithDensity
 from regtopk.simulate import Cluster
-from tests.algorithms.cases import WEIGHTS, J, N, random_grads, residual_of
+from tests.algorithms.cases import WEIGHTS, J, N, normal, random_grads, residual_of
 
 HAVE_DENSITY = {name: kind for name, kind in ALGORITHMS.items() if issubclass(kind, WithDensity)}
 
@@ -45,7 +45,7 @@ def test_the_error_is_the_weighted_mean_of_the_workers() -> None:
 def test_the_density_follows_the_bytes() -> None:
     algorithm = AdaptiveDensity(algorithm=TopK(k=8), bytes_per_step=100.0, every=2)
     cluster = Cluster(algorithm, num_workers=2, index_code="raw32")
-    grads = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0))
+    grads = normal(3, 2, 64)
     cluster.step(grads[0])
     assert cluster.last_step.payload_bytes.tolist() == [96, 96]  # a frame of 32 bytes, and 8 an entry
     assert density_of(cluster) == 8 / 64
@@ -72,9 +72,8 @@ def test_the_density_follows_the_bytes() -> None:
 def test_the_mean_payload_is_the_budget(algorithm: WithDensity[Any], index_code: str) -> None:
     adaptive = AdaptiveDensity(algorithm=algorithm, bytes_per_step=500.0, every=5)
     cluster = Cluster(adaptive, num_workers=4, index_code=index_code)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):  # what the first steps spent too much, or too little, is made up for
-        cluster.step(torch.randn(4, 2000, generator=generator))
+    for grads in normal(300, 4, 2000):  # what the first steps spent too much, or too little, is made up for
+        cluster.step(grads)
     assert float(cluster.total.payload_bytes.double().mean()) / 300 == pytest.approx(500, rel=0.02)
 
 
@@ -82,10 +81,8 @@ def test_the_mean_payload_is_the_budget(algorithm: WithDensity[Any], index_code:
 def test_the_error_becomes_the_target(start: float) -> None:
     adaptive = AdaptiveDensity(algorithm=RegTopK(density=start), target_error=0.7, every=2)
     cluster = Cluster(adaptive, num_workers=4)
-    generator = torch.Generator().manual_seed(0)
     errors, residual = [], torch.zeros(4, 500)
-    for _ in range(300):
-        grads = torch.randn(4, 500, generator=generator)
+    for grads in normal(300, 4, 500):
         accumulated = residual + grads
         cluster.step(grads)
         residual = residual_of(cluster).clone()

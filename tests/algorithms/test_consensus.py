@@ -6,6 +6,7 @@ from regtopk.algorithms import Consensus
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.random import random_sequence
 from regtopk.simulate import Cluster
+from tests.algorithms.cases import residual_of
 
 
 def test_consensus_by_hand() -> None:
@@ -15,7 +16,7 @@ def test_consensus_by_hand() -> None:
     assert cluster.step(grads).tolist() == [(6 - 4) / 2, 0.0, 0.0, (1 + 5) / 2]
     # e_0 = (0, 4, 1, 0), e_1 = (0, 1, 2, 0): entries 1 and 2
     assert cluster.step(torch.zeros(2, 4)).tolist() == [0.0, (4 + 1) / 2, (1 + 2) / 2, 0.0]
-    assert cluster.state is not None and not bool(cluster.state.state_dict()["residual"].any())
+    assert not bool(residual_of(cluster).any())
 
 
 def test_a_support_of_equal_proposals_is_filled_at_random() -> None:

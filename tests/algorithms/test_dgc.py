@@ -7,12 +7,11 @@ from regtopk.algorithms import DGC, TopK
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core import WarmUp
 from regtopk.simulate import Cluster
-from tests.algorithms.cases import random_grads
+from tests.algorithms.cases import random_grads, state_of
 
 
-def state_of(cluster: Cluster) -> tuple[list[float], list[float]]:
-    assert cluster.state is not None
-    state = cluster.state.state_dict()
+def momentum_and_residual(cluster: Cluster) -> tuple[list[float], list[float]]:
+    state = state_of(cluster)
     return state["momentum"][0].tolist(), state["residual"][0].tolist()
 
 
@@ -21,10 +20,10 @@ def test_momentum_correction_and_factor_masking_by_hand() -> None:
     grads = torch.tensor([[4.0, 2.0, 0.0]])
     # u = (4, 2, 0), v = (4, 2, 0): entry 0 is sent, and zeroed in both
     assert cluster.step(grads).tolist() == [4.0, 0.0, 0.0]
-    assert state_of(cluster) == ([0.0, 2.0, 0.0], [0.0, 2.0, 0.0])
+    assert momentum_and_residual(cluster) == ([0.0, 2.0, 0.0], [0.0, 2.0, 0.0])
     # u = (4, 1 + 2, 0), v = (4, 2 + 3, 0): entry 1
     assert cluster.step(grads).tolist() == [0.0, 5.0, 0.0]
-    assert state_of(cluster) == ([4.0, 0.0, 0.0], [4.0, 0.0, 0.0])
+    assert momentum_and_residual(cluster) == ([4.0, 0.0, 0.0], [4.0, 0.0, 0.0])
     # u = (2 + 4, 2, 0), v = (4 + 6, 2, 0): entry 0, which waited one step with its momentum
     assert cluster.step(grads).tolist() == [10.0, 0.0, 0.0]
 

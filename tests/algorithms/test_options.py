@@ -14,6 +14,7 @@ from regtopk.core import VALUE_CODES
 from regtopk.core.options import counted
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
+from tests.refusals import refusal
 
 # Each rule by one option that has it, and values that break it. Options whose default is None take None.
 RULES: list[tuple[str, str, str, list[Any]]] = [
@@ -44,10 +45,9 @@ def make(name: str, **options: Any) -> Any:
 @pytest.mark.parametrize(("name", "option", "rule", "values"), RULES)
 def test_a_value_that_breaks_the_rule_is_refused(name: str, option: str, rule: str, values: Any) -> None:
     for value in values:
-        with pytest.raises(ArgumentError) as refused:
-            make(name, **{option: value})
-        message = str(refused.value).partition(" (did you mean")[0]
-        assert message == f"{option} must be {rule}, got {value!r}"
+        kind, text = refusal(lambda: make(name, **{option: value}))  # noqa: B023
+        message = text.partition(" (did you mean")[0]
+        assert (kind, message) == ("ArgumentError", f"{option} must be {rule}, got {value!r}")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -92,9 +92,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "options", "message"), TOGETHER)
 def test_options_that_do_not_fit_each_other_are_refused(name: str, options: Any, message: str) -> None:
-    with pytest.raises(ArgumentError) as refused:
-        make(name, **options)
-    assert str(refused.value) == message
+    assert refusal(lambda: make(name, **options)) == ("ArgumentError", message)
 
 
 @pytest.mark.parametrize(

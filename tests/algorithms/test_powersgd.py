@@ -9,6 +9,7 @@ from regtopk.core.random import uniform
 from regtopk.core.requests import DenseSum
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
+from tests.algorithms.cases import normal
 from tests.algorithms.lockstep import LockStep
 
 OF_RANKS = Layout.of_shapes(
@@ -16,15 +17,9 @@ OF_RANKS = Layout.of_shapes(
 )
 
 
-def random_grads(num_workers: int) -> torch.Tensor:
-    return torch.randn(num_workers, OF_RANKS.numel, generator=torch.Generator().manual_seed(1))
-
-
 def test_a_sum_of_the_factors_rank_arrives_whole() -> None:
     """Each worker's matrix has full rank, and their mean is of rank 2."""
-    grads = random_grads(2)
-    draw = torch.Generator().manual_seed(2)
-    low = (torch.randn(8, 2, generator=draw) @ torch.randn(2, 12, generator=draw)).flatten()
+    grads, low = normal(2, OF_RANKS.numel), (normal(8, 2) @ normal(2, 12, seed=1)).flatten()
     grads[1, :96] = 2 * low - grads[0, :96]
     aggregate = Cluster(PowerSGD(rank=2), num_workers=2, layout=OF_RANKS).step(grads)
     torch.testing.assert_close(aggregate, grads.mean(0), rtol=1e-4, atol=1e-4)
@@ -36,12 +31,12 @@ def test_factors_and_what_is_too_small_for_them_are_sent() -> None:
     Each of two sums has two regions, with a frame of 16 bytes.
     """
     cluster = Cluster(PowerSGD(rank=1), num_workers=2, layout=OF_RANKS)
-    cluster.step(random_grads(2))
+    cluster.step(normal(2, OF_RANKS.numel))
     assert cluster.last_step.payload_bytes.tolist() == [4 * (8 + 12 + 3 + 18) + 4 * 16] * 2
 
 
 def test_later_steps_send_what_earlier_ones_left() -> None:
-    grads = random_grads(3)
+    grads = normal(3, OF_RANKS.numel)
     cluster = Cluster(PowerSGD(rank=1), num_workers=3, layout=OF_RANKS)
     aggregates = torch.stack([cluster.step(grads) for _ in range(400)])
     error = (aggregates - grads.mean(0)).norm(dim=-1) / grads.mean(0).norm()

@@ -20,7 +20,7 @@ What is checked:
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import pytest
@@ -29,14 +29,14 @@ from torch import Tensor
 
 from regtopk import RegTopK, TopK
 from regtopk.simulate import Cluster
+from tests.algorithms import cases
 
 J, K, WEIGHT, NUM_DRAWS = 1000, 200, 0.5, 400
 Reading = Literal["previous", "current"]
 READINGS: list[Reading] = ["previous", "current"]
 
 
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+normal = partial(cases.normal, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +65,9 @@ class Past:
         """The entries that the worker sends in step t; all others together are a second worker."""
         cluster = Cluster(algorithm, num_workers=2, weights=[WEIGHT, 1 - WEIGHT])
         cluster.step(torch.stack([self.held, self.others / (1 - WEIGHT)]))
-        assert cluster.state is not None
-        residual = cluster.state.state_dict()["residual"][0]
+        residual = cases.residual_of(cluster)[0]
         cluster.step(torch.stack([self.now - residual, torch.zeros(J, dtype=torch.float64)]))
-        is_sent = cluster.state.state_dict()["residual"][0] == 0
+        is_sent = cases.residual_of(cluster)[0] == 0
         assert int(is_sent.sum()) == K
         return is_sent
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regtopk.algorithms import RegTopK, TopK
 from regtopk.simulate import Cluster
-from tests.algorithms.cases import Steps, random_grads, residual_of
+from tests.algorithms.cases import Steps, normal, random_grads, residual_of
 
 READINGS = ["previous", "current"]
 
@@ -111,9 +111,7 @@ def test_the_algorithm_as_the_paper_has_it(reference: Any, q: float) -> None:
     weights, k, mu = [0.5, 0.3, 0.2], 4, 1.5
     cluster = Cluster(RegTopK(k=k, mu=mu, q=q, reference=reference), num_workers=3, weights=weights)
     paper = PaperWorkers(weights, k, reference, lambda x: np.tanh(x / mu), np.tanh((1 + q) / mu))
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(40):
-        grads = torch.randn(3, 12, generator=generator, dtype=torch.float64) + 0.3
+    for grads in normal(40, 3, 12, seed=2, dtype=torch.float64) + 0.3:
         assert cluster.step(grads).tolist() == paper.step(grads).tolist()
 
 

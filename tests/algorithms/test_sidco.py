@@ -9,6 +9,7 @@ from regtopk.core.requests import SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.simulate import Cluster
+from tests.algorithms.cases import normal, state_of
 
 SIXTEEN = torch.tensor([1.0, -1.0] * 6 + [4.0, -6.0, 8.0, -12.0])
 
@@ -73,16 +74,13 @@ def test_a_fit_finds_what_it_should_on_its_own_distribution(density: float, num_
 @pytest.mark.parametrize(("fit", "k"), [("exponential", 20), ("pareto", 200)])
 def test_the_number_of_stages_settles_where_about_k_are_found(fit: str, k: int) -> None:
     """Gaussian gradients: one exponential stage finds 1 in 200 of what it should, one Pareto 1.6 times it."""
-    generator = torch.Generator().manual_seed(0)
-    numel = 20_000
     cluster = Cluster(SIDCo(k=k, fit=fit), num_workers=2)  # type: ignore[arg-type]
     num_sent = []
-    for _ in range(60):
-        cluster.step(torch.randn(2, numel, generator=generator))
+    for grads in normal(60, 2, 20_000):
+        cluster.step(grads)
         num_sent.append(cluster.last_step.num_entries)
-    assert cluster.state is not None
-    assert cluster.state.state_dict()["num_stages"].shape == (2, 1)
-    assert bool((cluster.state.state_dict()["num_stages"] > 1).all())
+    num_stages = state_of(cluster)["num_stages"]
+    assert num_stages.shape == (2, 1) and bool((num_stages > 1).all())
     late = torch.stack(num_sent[30:]).double().mean(0)
     assert bool(((late > 0.8 * k) & (late < 1.2 * k)).all())
 

@@ -10,6 +10,7 @@ from regtopk import SparseLoCo
 from regtopk.algorithms import DeMo
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
+from tests.algorithms.cases import normal, residual_of, state_of
 
 PAIR = Layout.of_shapes([("pair", (2,), "bias")])
 
@@ -46,9 +47,7 @@ def test_the_papers_loop() -> None:
     algorithm = DeMo(density=0.15, decay=0.9, tile=5, sign=False)
     cluster = Cluster(algorithm, num_workers=3, weights=weights, layout=layout)
     momentum = torch.zeros(3, layout.numel, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(30):
-        grads = torch.randn(3, layout.numel, generator=generator)
+    for grads in normal(30, 3, layout.numel):
         momentum = 0.9 * momentum + grads
         expected = torch.zeros(layout.numel, dtype=torch.float64)
         for tile, k in tiles:
@@ -72,13 +71,10 @@ def test_what_a_code_loses_stays_in_the_momentum(code: str) -> None:
     layout = Layout.of_shapes([("matrix", (30, 40), "linear"), ("bias", (30,), "bias")])
     coded = Cluster(DeMo(density=0.1, decay=1.0, sign=False, value_code=code), num_workers=1, layout=layout)
     given, applied = torch.zeros(layout.numel), torch.zeros(layout.numel)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        grads = torch.randn(1, layout.numel, generator=generator)
+    for grads in normal(20, 1, layout.numel):
         given += grads[0]
         applied += coded.step(grads)
-    assert coded.state is not None
-    kept = coded.state.state_dict()["momentum"]
+    kept = state_of(coded)["momentum"]
     assert float(kept.norm()) > 0.1 * float(given.norm())
     torch.testing.assert_close(kept.norm(), (given - applied).norm(), rtol=1e-5, atol=0)
 
@@ -108,10 +104,7 @@ def test_the_mean_over_senders_of_the_largest_of_each_tile() -> None:
     algorithm = SparseLoCo(density=K / 4096, value_code="float32")
     cluster = Cluster(algorithm, num_workers=NUM_WORKERS, layout=LAYOUT)
     residuals = [[torch.zeros(MATRIX), torch.zeros(VECTOR)] for _ in range(NUM_WORKERS)]
-    generator = torch.Generator().manual_seed(0)
-    common = torch.randn(LAYOUT.numel, generator=generator)
-    for _ in range(4):
-        updates = common + torch.randn(NUM_WORKERS, LAYOUT.numel, generator=generator)
+    for updates in normal(LAYOUT.numel) + normal(4, NUM_WORKERS, LAYOUT.numel, seed=1):  # alike in part
         sent = torch.zeros(NUM_WORKERS, LAYOUT.numel)
         for n, update in enumerate(updates):
             parts = [update[:8192].view(MATRIX), update[8192:]]
@@ -124,6 +117,5 @@ def test_the_mean_over_senders_of_the_largest_of_each_tile() -> None:
         # a sum of three and a division, against thirds added up and divided by their weights
         torch.testing.assert_close(cluster.step(updates), expected, rtol=4 * 2**-24 * 3, atol=0)
         assert cluster.last_step.num_entries.tolist() == [2 * K + 2 * 2] * NUM_WORKERS
-        assert cluster.state is not None
         kept = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in residuals])
-        torch.testing.assert_close(cluster.state.state_dict()["residual"], kept, rtol=0, atol=2**-22)
+        torch.testing.assert_close(residual_of(cluster), kept, rtol=0, atol=2**-22)

@@ -11,10 +11,7 @@ from regtopk.core import dct as module
 from regtopk.core.dct import dct, inverse_dct
 from regtopk.core.tiles import pieces, tiles_of
 from regtopk.core.worker import Layout
-
-
-def random_tiles(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+from tests.algorithms.cases import normal
 
 
 def by_formula(tile: Tensor) -> Tensor:
@@ -43,7 +40,7 @@ def test_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     An error of one entry spreads over a side of n with weights of norm 1, so errors of n entries together
     stay below sqrt(n) times their bound. Rounding the result to float32 adds 2^-24 of it.
     """
-    tile = random_tiles(1, *shape, dtype=dtype)
+    tile = normal(1, *shape, dtype=dtype)
     expected = by_formula(tile[0])
     largest = max(float(tile.abs().max()), float(expected.abs().max()))
     bound = 8 * math.sqrt(max(shape)) * 2.0**-24 * largest
@@ -57,7 +54,7 @@ def test_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_batch_and_slabs_do_not_touch_the_bits(
     transform: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles = random_tiles(3, 10, 40, 64) * torch.logspace(-12, 12, 10)[:, None, None]
+    tiles = normal(3, 10, 40, 64) * torch.logspace(-12, 12, 10)[:, None, None]
     together = transform(tiles)
     for row, batch in zip(tiles, together, strict=True):
         for tile, expected in zip(row, batch, strict=True):
@@ -132,7 +129,7 @@ def test_tiles_by_hand() -> None:
 @pytest.mark.parametrize("side", [1, 2, 5, 64])
 def test_tiles_cover_every_entry_once_and_go_back_where_they_were(side: int) -> None:
     groups = tiles_of(LAYOUT, side)
-    vectors = torch.randn(2, 3, LAYOUT.numel, generator=torch.Generator().manual_seed(0))
+    vectors = normal(2, 3, LAYOUT.numel)
     assert sum(group.numel for group in groups) == LAYOUT.numel
     written = torch.full_like(vectors, torch.nan)
     for group in groups:

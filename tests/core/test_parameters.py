@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from regtopk.core import aggregate_from_parameters
-from regtopk.errors import ArgumentError
+from tests.refusals import refusal
 
 LR = 0.05
 
@@ -54,8 +54,8 @@ SAME = "before and after must hold the same parameters, at least one"
 
 @pytest.mark.parametrize("lr", [0.0, -0.1, math.inf, math.nan, "0.1"])
 def test_a_learning_rate_must_be_positive(lr: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"^lr must be positive and finite, got {lr!r}$"):
-        aggregate_from_parameters(W, W.clone(), lr)
+    text = f"lr must be positive and finite, got {lr!r}"
+    assert refusal(lambda: aggregate_from_parameters(W, W.clone(), lr)) == ("ArgumentError", text)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,4 @@ def test_a_learning_rate_must_be_positive(lr: Any) -> None:
     ],
 )
 def test_parameters_that_do_not_fit_are_refused(before: Any, after: Any, message: str) -> None:
-    with pytest.raises(ArgumentError) as refused:
-        aggregate_from_parameters(before, after, 0.1)
-    assert str(refused.value) == message
+    assert refusal(lambda: aggregate_from_parameters(before, after, 0.1)) == ("ArgumentError", message)

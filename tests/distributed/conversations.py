@@ -57,7 +57,7 @@ class ManyRounds(WithResidual):
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         state.residual += grad
-        largest = _largest(state.residual, self.k)
+        largest = state.residual.abs().topk(self.k, dim=-1).indices.sort(dim=-1).values
         count = self.k - (worker.index.expand(*worker.batch_shape, 1).squeeze(-1) + worker.step) % 3
         told = yield from Gather(largest, count, numel=worker.numel)
         sure = yield from Gather(largest.to(torch.int16) % 100, count)
@@ -115,7 +115,3 @@ class RunningSum(Algorithm[RunningSumState]):
         else:
             state.total += aggregate
         return state.total
-
-
-def _largest(residual: Tensor, k: int) -> Tensor:
-    return residual.abs().topk(k, dim=-1).indices.sort(dim=-1).values

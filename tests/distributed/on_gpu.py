@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.steps.agreement import Agreement
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import CASES
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import sharded, whole_parameters
-from tests.distributed.training import batch, flat_parameters, make_net, refusal
+from tests.distributed.training import batch, flat_parameters, flip_a_bit, make_net, noted_go_on, refusal
 from tests.integrations.scripts import TELL, bits_of, run, script_of
+from tests.processes import passes
 
 TIMEOUT_S = 30
 TOPK = regtopk.TopK(density=0.1, value_code="4bit")
@@ -91,12 +91,6 @@ def by_gradients(algorithm: Any, device: str, group: dist.ProcessGroup | None, *
     return flat_parameters(model)
 
 
-def optimizers_of(net: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    others = [p for p in net.parameters() if p.ndim != 2]
-    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-
-
 @contextmanager
 def updates(
     name: str, device: str, group: dist.ProcessGroup | None
@@ -106,7 +100,9 @@ def updates(
     net = make_net().to(device)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(net.parameters(), lr=0.01)]
     if name == "plain":
-        optimizers = optimizers_of(net)
+        matrices = [p for p in net.parameters() if p.ndim == 2]
+        others = [p for p in net.parameters() if p.ndim != 2]
+        optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     exchange = regtopk.UpdateExchange(net, optimizers, algorithm, process_group=group, **options)
     yield net, optimizers, exchange
     exchange.close()
@@ -137,21 +133,13 @@ def exchanges_of_updates(device: str) -> None:
 
 def sharded_models(device: str) -> None:
     """Gradients and updates of FSDP2's parts; the host goes on without an answer where NCCL lets it."""
-    num_late = 0
-    go_on = Agreement.go_on
-
-    def count(self: Agreement) -> None:
-        nonlocal num_late
-        num_late += 1
-        go_on(self)
-
-    with patch.object(Agreement, "go_on", count):
+    with noted_go_on() as late:
         for kind in ("attach", "updates"):
             model, optimizer, exchange = sharded_job(kind, device)
             steps(model, [optimizer], range(6), device)
             agreed_bits(whole_parameters(model))
             exchange.close()
-    assert (num_late > 0) == (device == "cuda")
+    assert late.called == (device == "cuda")
 
 
 def sharded_job(kind: str, device: str) -> tuple[Any, torch.optim.Optimizer, Any]:
@@ -197,15 +185,6 @@ def a_nan_on_one_rank(device: str) -> None:
 
 
 def a_damaged_message(device: str) -> None:
-    """All ranks refuse it."""
-    real = Collectives.all_gather
-
-    def flip_a_bit(self: Collectives, tensor: Tensor) -> Tensor:
-        gathered = real(self, tensor)
-        if tensor.dtype == torch.uint8 and len(gathered) > 1:
-            gathered[1, 40] ^= 1
-        return gathered
-
     net = make_net().to(device)
     optimizer = torch.optim.AdamW(net.parameters())
     exchange = regtopk.UpdateExchange(net, optimizer, TOPK, collective="all_gather")
@@ -322,18 +301,6 @@ def guides_of_trainers(backend: str, device: str) -> None:
 
 
 ALONE = (saved_and_resumed, a_killed_rank, guides_of_trainers)
-
-
-def passes(name: str, check: Callable[[], Any]) -> bool:
-    began, error = time.monotonic(), None
-    try:
-        check()
-    except Exception as raised:  # what fails is shown, and the others run
-        error = raised
-    print(f"{'pass' if error is None else 'FAIL'}  {name}, {time.monotonic() - began:.1f} s", flush=True)
-    if error is not None:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    return error is None
 
 
 def run_checks(device: str, only: list[str], sizes: tuple[int, ...] = (2, 4)) -> bool:

@@ -42,8 +42,6 @@ def attached(algorithm: Any, net: Net | None = None, **options: Any) -> tuple[An
 
 
 class Twice(nn.Module):
-    """A net whose middle is used twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(20, 7), nn.Linear(7, 7), nn.Linear(7, 3)

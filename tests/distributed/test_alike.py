@@ -18,7 +18,7 @@ from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_equals_simulator import OF_EACH_KIND
-from tests.distributed.training import answers_on_the_device, refusal, same, steps_of
+from tests.distributed.training import answers_on_the_device, flip_a_bit, refusal, same, steps_of
 
 SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
 ALIKE = [[["a"], ["c"], ["d"]]]
@@ -55,11 +55,14 @@ def run(algorithm: Algorithm[Any], given: dict[str, Any]) -> tuple[Any, Any]:
     return groups, (aggregates, states, steps.ledger.total.sent_bytes)
 
 
-def make_step(steps: Steps, grads: dict[str, Tensor]) -> None:
+def make_step(steps: Steps, grads: dict[str, Tensor], **options: Any) -> bool:
+    """Whether it went on without the answers."""
     buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in grads]
     flats = [grads[bucket.names[0]] for bucket in buckets]
-    with steps.step((flats, torch.tensor(True)), buckets) as step:
+    with steps.step((flats, torch.cat(flats).isfinite().all()), buckets, **options) as step:
+        is_late = step.agreement.is_spoilt is not None
         step.exchange(into(grads))
+    return is_late
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,11 +123,8 @@ def make_late_step(
     grads = {name: torch.randn(size, generator=generator) for name, size in SIZES_OF_LATE.items()}
     if is_bad and dist.get_rank() == BAD_RANK:
         grads["b"][7] = torch.nan
-    flats = list(grads.values())
-    with steps.step((flats, torch.cat(flats).isfinite().all()), may_go_on=True) as step:
-        is_late = step.agreement.is_spoilt is not None
-        step.exchange(into(grads))
-    return flats, is_late
+    is_late = make_step(steps, grads, may_go_on=True)
+    return list(grads.values()), is_late
 
 
 def run_late(case: Case) -> tuple[list[Tensor], list[bool]]:
@@ -153,14 +153,6 @@ def test_bits_are_those_of_steps_that_wait(case: Case) -> None:
 @on_ranks(2)
 def test_a_damaged_message_is_refused_when_somebody_looks() -> None:
     steps, generator = steps_of(regtopk.TopK(k=4), SIZES_OF_LATE), torch.Generator().manual_seed(0)
-    real = Collectives.all_gather
-
-    def flip_a_bit(self: Collectives, tensor: Tensor) -> Tensor:
-        gathered = real(self, tensor)
-        if tensor.dtype == torch.uint8:
-            gathered[1, 40] ^= 1
-        return gathered
-
     with answers_on_the_device():
         make_late_step(steps, generator)
         with patch.object(Collectives, "all_gather", flip_a_bit):

@@ -21,7 +21,7 @@ from regtopk.errors import ArgumentError
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import whole_parameters
 from tests.distributed.test_fsdp_dcp import KINDS, Job
-from tests.distributed.training import closing, ddp, listening, loss_of, make_net, refusal, same
+from tests.distributed.training import closing, ddp, listening, loss_of, made, make_net, refusal, same
 from tests.processes import no_file_longer_than
 
 
@@ -90,7 +90,6 @@ def disk(folder: Path, turn: int = 0) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that were saved."""
     return [save.step for save in saves_in(folder)]
 
 
@@ -213,9 +212,8 @@ def test_parts_of_another_save_are_refused_by_name(two_ranks: Ranks, tmp_path: P
 
 
 def load_refused(folder: Path) -> tuple[str, str]:
-    run = Run("updates")
-    with closing(run.exchange), regtopk.Checkpoints(folder) as checkpoints:
-        return refusal(lambda: checkpoints.load(exchange=run.exchange))
+    with made(Run, "updates") as (_, exchange), regtopk.Checkpoints(folder) as checkpoints:
+        return refusal(lambda: checkpoints.load(exchange=exchange))
 
 
 def test_ranks_that_begin_from_different_models_are_refused_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -249,8 +247,7 @@ def test_a_save_that_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path, s
 
 
 def stop(folder: Path) -> list[tuple[str, str]]:
-    run = Run("gradients")
-    with closing(run.exchange), regtopk.Checkpoints(folder) as checkpoints:
+    with made(Run, "gradients") as (run, _), regtopk.Checkpoints(folder) as checkpoints:
         load, save = lambda: checkpoints.load(**run.things), lambda: checkpoints.save(1, own=1)
         return [refusal(load), refusal(save)]
 

@@ -4,11 +4,11 @@ import math
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from regtopk.errors import ClusterError
 from regtopk.rounds import Rounds, cut_evenly
@@ -86,13 +86,16 @@ def test_inside_agreed_nothing_else_is_done() -> None:
                 assert training.refusal(call)[1] == f"{name}() {why}"
 
 
+def spoil(net: Any) -> None:
+    if dist.get_rank() == 1:
+        net.first.weight.data.fill_(math.nan)
+
+
 @on_ranks(2)
 def test_a_nan_that_is_saved_under_way_is_skipped_after_the_load() -> None:
     with made(every=4, delay=3) as (net, optimizer, exchange):
         train(net, optimizer, range(3))
-        if dist.get_rank() == 1:
-            with torch.no_grad():
-                next(net.parameters()).fill_(math.nan)
+        spoil(net)
         train(net, optimizer, range(3, 5))  # it is sent
         saved = exchange.state_dict()
     with made(every=4, delay=3) as (net, optimizer, exchange):
@@ -115,9 +118,7 @@ def test_a_nan_takes_all_parts_back() -> None:
     for options in ({"every": 4, "delay": 2}, {"every": 4, "delay": 3, "fragments": 3}):
         with made(**options) as (net, optimizer, exchange):
             train(net, optimizer, range(5))
-            if dist.get_rank() == 1:
-                with torch.no_grad():
-                    next(net.parameters()).fill_(math.nan)
+            spoil(net)
             train(net, optimizer, range(5, 17))
             assert exchange.total.num_skipped >= 1
             exchange.finish()
@@ -134,11 +135,8 @@ def fail_under_way() -> str:
     with made(every=4, delay=3) as (net, optimizer, exchange):
         train(net, optimizer, range(7))
         exchange._maker.land_all()
-        exchange._steps.rank.collectives.all_gather = _fail
+        failure = ClusterError("all_gather failed: a rank has stopped")
+        exchange._steps.rank.collectives.all_gather = Mock(side_effect=failure)
         said = training.refusal(lambda: train(net, optimizer, range(7, 12)))
         assert training.refusal(exchange.state_dict)[0] == "ClusterError"
     return said[1]
-
-
-def _fail(*_: Any) -> Tensor:
-    raise ClusterError("all_gather failed: a rank has stopped")

@@ -14,15 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 import regtopk
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_updates import is_same_on_all_ranks
-from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, make_net
+from tests.distributed.training import SMALL_BUCKETS, batch, closing, flat_parameters, make_net
 
 NUM_STEPS = 6
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train."""
-
     name: str
     ddp: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
@@ -92,21 +90,18 @@ def train(case: Case, *, is_hooked: bool) -> Tensor:
     for name, p in net.named_parameters():
         p.requires_grad_(name not in case.frozen)
     model = DistributedDataParallel(net, **case.ddp)
-    exchange = None
-    if is_hooked:
-        exchange = regtopk.attach(model, regtopk.TopK(density=1.0))
+    hooked = closing(regtopk.attach(model, regtopk.TopK(density=1.0))) if is_hooked else nullcontext()
     optimizer = OPTIMIZERS[case.optimizer](p for p in net.parameters() if p.requires_grad)
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad(set_to_none=not case.zeroes_in_place)
-        if case.accumulates:
-            with model.no_sync():
-                backward(case, model, step + 100)
-        backward(case, model, step)
-        if case.clips:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-        optimizer.step()
-    if exchange is not None:
-        exchange.close()
+    with hooked:
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad(set_to_none=not case.zeroes_in_place)
+            if case.accumulates:
+                with model.no_sync():
+                    backward(case, model, step + 100)
+            backward(case, model, step)
+            if case.clips:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            optimizer.step()
     return flat_parameters(net)
 
 

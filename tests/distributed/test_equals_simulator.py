@@ -53,8 +53,6 @@ class Wide(nn.Module):
 
 @dataclass
 class Run:
-    """What one rank saw."""
-
     layout: Layout
     aggregates: list[Tensor] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
@@ -78,8 +76,7 @@ def on_rank(algorithm: Algorithm[Any], net: nn.Module, grads: Any, weights: Any,
     rank = dist.get_rank()
     weight = None if weights is None else weights[rank]
     exchange = regtopk.Exchange(net, algorithm, weight=weight, **options)
-    (bucket,) = exchange._steps.buckets.all
-    run = Run(bucket.layout)
+    run = Run(exchange._steps.buckets.all[0].layout)
     for step, vectors in enumerate(grads):
         parts = vectors[rank].split([p.numel() for p in net.parameters()])
         for p, part in zip(net.parameters(), parts, strict=True):
@@ -88,6 +85,11 @@ def on_rank(algorithm: Algorithm[Any], net: nn.Module, grads: Any, weights: Any,
         exchange.step()
         run.aggregates.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
         run.counts.append([int(getattr(exchange.last_step, name)) for name in NAMES])
+        if "residual_dtype" in options:  # it goes on in another
+            saved = exchange.state_dict()
+            exchange = regtopk.Exchange(net, algorithm, weight=weight, **options)
+            exchange.load_state_dict(saved)
+    (bucket,) = exchange._steps.buckets.all
     run.state = bucket.state.state_dict()
     return run
 
@@ -106,8 +108,8 @@ def compare(
     grads = grads_of(NUM_STEPS, num_ranks, dtype) if grads is None else grads
     shares = WEIGHTS[num_ranks][weights]
     runs: list[Run] = ranks.run(on_rank, algorithm, (net or Wide()).to(dtype), grads, shares, options)
-    code, layout = options.get("index_code", "elias-fano"), runs[0].layout
-    cluster = Cluster(algorithm, num_workers=num_ranks, weights=shares, index_code=code, layout=layout)
+    own = {name: options[name] for name in ("index_code", "residual_dtype") if name in options}
+    cluster = Cluster(algorithm, num_workers=num_ranks, weights=shares, layout=runs[0].layout, **own)
     for step, vectors in enumerate(grads):
         cluster.report(**report(step))
         expected, counts = cluster.step(vectors), cluster.last_step.state_dict()

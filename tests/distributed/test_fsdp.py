@@ -262,9 +262,6 @@ def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
         assert (attached - expected).norm() < 2**-8 * expected.norm()
 
 
-# The way back.
-
-
 @on_ranks(4)
 def test_detached_it_is_native_hsdp() -> None:
     (model, exchange), native = attached(regtopk.TopK(density=0.05)), sharded(grid(2, 2))

@@ -6,27 +6,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import regtopk
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import on_ranks
 from tests.distributed.sharding import GRIDS, attached, grid, replica, sharded, whole_parameters
-from tests.distributed.test_updates import is_same_on_all_ranks, nesterov, train
+from tests.distributed.test_updates import adamw, is_same_on_all_ranks, nesterov, train, train_by_hand
 from tests.distributed.training import algorithm_state, batch, loss_of, make_net, refusal, same, whole
 
 TOPK = regtopk.TopK(density=0.05, value_code="4bit")
 NUM_STEPS = 4
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
 def exchanging(model: Any, algorithm: Any = TOPK, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     """An exchange made after an evaluation, which leaves the root's own parameters whole."""
-    optimizer = adam(model.parameters())
+    optimizer = adamw(model)
     with torch.no_grad():
         loss_of(model, 0)
     options = {"process_group": grid(2, 2)["replicate"], "every": 2, **options}
@@ -57,49 +53,11 @@ def test_it_equals_replicas_that_exchange_in_the_same_parts(shape: tuple[int, in
     outer = nesterov if has_outer else None
     exchange, optimizer = exchanging(model, outer=outer, process_group=mesh["replicate"].get_group())
     train(model, optimizer, range(NUM_STEPS))
-    assert torch.equal(whole_parameters(model), train_by_hand(*shape, has_outer))
-    assert exchange.num_rounds == NUM_STEPS // 2
-
-
-def train_by_hand(replicas: int, shards: int, has_outer: bool) -> Tensor:
-    """One process does what all ranks do: a simulated exchange for every part of the model."""
-    nets = [make_net() for _ in range(replicas)]
-    optimizers = [adam(net.parameters()) for net in nets]
+    replicas, shards = shape
     clusters = [Cluster(TOPK, num_workers=replicas) for _ in range(shards)]
-    start = [nn.Parameter(p.detach().clone()) for p in nets[0].parameters()]
-    outer = nesterov(start) if has_outer else torch.optim.SGD(start, lr=1)
-    for number in range(NUM_STEPS):
-        for place, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
-            optimizer.zero_grad()
-            for rank in range(place * shards, (place + 1) * shards):
-                (net(batch(number, rank)).square().mean() / shards).backward()
-            optimizer.step()
-        if number % 2 == 1:
-            exchange_by_hand(nets, start, clusters)
-            outer.step()
-            with torch.no_grad():
-                for net in nets:
-                    torch._foreach_copy_(list(net.parameters()), list[Tensor](start))
-    return nn.utils.parameters_to_vector(start).detach()
-
-
-@torch.no_grad()
-def exchange_by_hand(nets: list[Any], start: list[nn.Parameter], clusters: list[Cluster]) -> None:
-    """The gradients of theta_start become the aggregate, part by part."""
-    updates = [[begin - now for begin, now in zip(start, net.parameters(), strict=True)] for net in nets]
-    for p in start:
-        p.grad = torch.empty_like(p)
-    for part, cluster in enumerate(clusters):
-        rows = [torch.cat([cut(d, len(clusters))[part].flatten() for d in update]) for update in updates]
-        aggregate = cluster.step(torch.stack(rows))
-        targets = [cut(p.grad, len(clusters))[part] for p in start if p.grad is not None]
-        for target, piece in zip(targets, aggregate.split([t.numel() for t in targets]), strict=True):
-            target.copy_(piece.view_as(target))
-
-
-def cut(tensor: Tensor, shards: int) -> list[Tensor]:
-    """The parts of a parameter as fully_shard cuts it."""
-    return list(tensor.split(-(-tensor.shape[0] // shards)))
+    by_hand = train_by_hand(clusters, adamw, range(NUM_STEPS), every=2, outer=outer)
+    assert torch.equal(whole_parameters(model), by_hand)
+    assert exchange.num_rounds == NUM_STEPS // 2
 
 
 @on_ranks(4)
@@ -132,9 +90,6 @@ def test_parameters_in_the_cpus_memory() -> None:
     assert torch.equal(*map(whole_parameters, models))
 
 
-# A NaN.
-
-
 @on_ranks(4)
 def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
     model = sharded(grid(2, 2)["shard"])
@@ -153,9 +108,6 @@ def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
     train(model, optimizer, range(4, 6))
     assert exchange.num_rounds == 2 and whole_parameters(model).isfinite().all()
     assert exchange.total.num_skipped == 1
-
-
-# Checkpoints of the same mesh.
 
 
 @pytest.mark.parametrize("num_before", [3, 4], ids=["inside a round", "at its end"])
@@ -181,9 +133,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(num_before: int) -> None:
     train(again, its_optimizer, range(num_before, 6))
     assert same(algorithm_state(resumed), algorithm_state(exchange))
     assert torch.equal(whole_parameters(model), whole_parameters(again))
-
-
-# What is refused.
 
 
 SHARE = "ClusterError: all ranks that share a model must have the same"
@@ -243,7 +192,7 @@ def test_parameters_are_taken_as_pairs_too() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(replica())
-    optimizer = adam(model.parameters())
+    optimizer = adamw(model)
     pairs = list(model.named_parameters())
     regtopk.UpdateExchange(pairs, optimizer, TOPK, process_group=grid(2, 2)["replicate"])
     train(model, optimizer, range(2))

@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +48,21 @@ def what_is_yours() -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def inside(folder: Path) -> Iterator[None]:
+def follow(source: str, names: dict[str, Any], folder: Path) -> str:
+    """What the code prints, run in a folder."""
     before = Path.cwd()
     os.chdir(folder)
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            exec(compile(source, "guide", "exec"), names)
     finally:
         os.chdir(before)
-
-
-def follow(source: str, names: dict[str, Any]) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        exec(compile(source, "guide", "exec"), names)
     return stdout.getvalue()
 
 
 def follow_guide(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:
     names = what_is_yours()
-    with inside(folder):
-        printed = "".join(follow(source, names) for source in sources)
+    printed = "".join(follow(source, names, folder) for source in sources)
     assert len(list(names["batches"])) == len(names["loader"]) - 1  # rank 0 has stopped with rank 1
     return printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()
 
@@ -85,10 +79,9 @@ def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> No
 def follow_sharded(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:
     names = what_is_yours()
     summaries = []
-    with inside(folder):
-        for source in sources:
-            follow(source, names)
-            summaries.append(names["exchange"].summary().splitlines()[0])
+    for source in sources:
+        follow(source, names, folder)
+        summaries.append(names["exchange"].summary().splitlines()[0])
     parameters = [p.detach().full_tensor().flatten() for p in names["network"].parameters()]
     return " ".join(summaries), torch.cat(parameters)
 
@@ -115,8 +108,7 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
         names |= {"os": os, "regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
         names["network"] = names["model"] = nn.Sequential(OrderedDict(blocks=names["network"]))
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
-        with inside(folder):
-            printed = follow(source, names)
+        printed = follow(source, names, folder)
         results.append((printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()))
     return results
 

@@ -12,6 +12,7 @@ import regtopk
 from regtopk.errors import ClusterError
 from tests.distributed import test_updates, training
 from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_counts import by_hook
 
 ALGORITHM = regtopk.RegTopK(density=0.1)
 
@@ -24,14 +25,9 @@ def train(model: nn.Module, num_steps: int = 6) -> Tensor:
 @on_ranks(2)
 def test_registered_by_hand_is_as_good_as_attach() -> None:
     results = []
-    for by_hand in (True, False):
+    for way in (by_hook, regtopk.attach):
         model = training.ddp(**training.SMALL_BUCKETS)
-        if by_hand:
-            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, index_code="rice")
-            model.register_comm_hook(exchange, regtopk.sparse_hook)
-        else:
-            exchange = regtopk.attach(model, ALGORITHM, index_code="rice")
-        with training.closing(exchange):
+        with training.closing(way(model, ALGORITHM, index_code="rice")) as exchange:
             results.append((train(model), training.algorithm_state(exchange), exchange.total.sent_bytes))
     assert training.same(*results)
 
@@ -76,13 +72,15 @@ def test_a_backward_that_fails_changes_nothing() -> None:
             train(model, 3)
             if fails:
                 before = training.algorithm_state(exchange), exchange.total.residual_norm
-                hook = model.module.first.bias.register_hook(raise_an_error)
+                hook = model.module.first.bias.register_hook(lambda grad: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     training.loss_of(model, 7).backward()
                 hook.remove()  # some buckets have arrived: what is saved is the state before the step
                 after = training.algorithm_state(exchange), exchange.total.residual_norm
                 assert training.same(after, before)
-                model = rewrapped(model, exchange)
+                # it leaves DDP unusable: the net is wrapped anew and goes on with the same exchange
+                model = DistributedDataParallel(model.module, **training.SMALL_BUCKETS)
+                model.register_comm_hook(exchange, regtopk.sparse_hook)
             results.append(train(model, 3))
     assert torch.equal(*results)
 
@@ -102,17 +100,6 @@ def test_compiled_models_train_as_others_do() -> None:
             with pytest.raises(ClusterError, match=r"^attach must be called once"):
                 regtopk.attach(model, ALGORITHM)
     assert training.same(results[1], results[0]) and training.same(results[2], results[0])
-
-
-def raise_an_error(grad: Tensor) -> Tensor:
-    raise ZeroDivisionError("out of luck")
-
-
-def rewrapped(model: DistributedDataParallel, exchange: Any) -> DistributedDataParallel:
-    """A failed backward leaves DDP unusable: wrap the net anew and go on with the same exchange."""
-    new = DistributedDataParallel(model.module, **training.SMALL_BUCKETS)
-    new.register_comm_hook(exchange, regtopk.sparse_hook)
-    return new
 
 
 @on_ranks(2)
@@ -199,13 +186,10 @@ def train_without_some(set_to_none: bool, is_view: bool) -> tuple[Tensor, Tensor
             training.loss_of(model, step, with_extra=step % 3 != 1).backward()
             applied = applied + training.flat_gradients(model).double()
             if step % 3 == 1:
-                num_given += count(model.module.extra.weight.grad)
+                grad = model.module.extra.weight.grad
+                num_given += 0 if grad is None else int(grad.count_nonzero())
             optimizer.step()
         entries = exchange.state_dict()["workers"][str(rank)]["entries"]
         names = [name for name, _ in model.module.named_parameters()]
         residual = torch.cat([entries[name]["residual"].flatten() for name in names])
     return applied, residual.double(), num_given, due
-
-
-def count(grad: Any) -> int:
-    return 0 if grad is None else int(grad.count_nonzero())

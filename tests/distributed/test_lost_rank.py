@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.distributed.ranks import Ranks, fork_process
 from tests.distributed.test_checkpoint import Training
-from tests.distributed.training import algorithm_state, closing, flat_parameters, loss_of, refusal, same
+from tests.distributed.training import algorithm_state, flat_parameters, loss_of, made, refusal, same
 from tests.processes import ended
 
 LOST, SAVED_AT, LOST_AT, LAST = 2, 4, 6, 9
@@ -86,8 +86,7 @@ def lose_self(model: Any, exchange: Any, moment: str, signal_number: int) -> Non
 def resume(folder: Path) -> tuple[Tensor, Tensor]:
     results = []
     for first in (SAVED_AT, 0):
-        training = Training("regtopk")
-        with closing(training.exchange):
+        with made(Training, "regtopk") as (training, _):
             if first > 0:
                 training.load(folder / f"rank{dist.get_rank()}.pt")
             training.train_until(LAST)

@@ -1,15 +1,22 @@
-"""No copy where none is needed, and no memory written over that somebody still reads."""
+"""No copy where none is needed, no memory written over that somebody still reads, and what takes less."""
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import regtopk
 from regtopk import TopK
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Total
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import as_flat
 from regtopk.kernels import Support
+from tests.distributed import training
+from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_equals_simulator import compare, grads_of
+from tests.distributed.test_updates import nesterov, train
 
 
 def parts(buffer: Tensor) -> list[Tensor]:
@@ -35,13 +42,6 @@ def test_other_gradients_are_not() -> None:
     assert as_flat([torch.from_numpy(numbers[:4]), torch.from_numpy(numbers[4:])], torch.float32) is None
 
 
-def make_bucket() -> Bucket:
-    layout = Layout.anonymous(8)
-    worker = Worker(torch.tensor(0.5), torch.tensor(0), 2, 0, layout)
-    algorithm = TopK(k=2)
-    return Bucket(("w",), algorithm, worker, algorithm.init(worker))
-
-
 def test_the_memory_of_a_sparse_sum_is_cleared_where_it_is_not_zero() -> None:
     indices = torch.tensor([[3, 700], [3, 999]])
 
@@ -59,9 +59,45 @@ def test_the_memory_of_a_sparse_sum_is_cleared_where_it_is_not_zero() -> None:
 
 
 def test_memory_that_is_in_use_is_left_alone() -> None:
-    bucket, flat = make_bucket(), torch.ones(8)
+    worker, algorithm = Worker(torch.tensor(0.5), torch.tensor(0), 2, 0, Layout.anonymous(8)), TopK(k=2)
+    bucket, flat = Bucket(("w",), algorithm, worker, algorithm.init(worker)), torch.ones(8)
     bucket.sums.recycle(flat.view(8), flat)
     assert bucket.sums.spare is None
     residual = bucket.state.state_dict()["residual"]
     bucket.sums.recycle(residual.view(8), flat, residual)
     assert bucket.sums.spare is None
+
+
+# Residuals in bfloat16, and theta_start in the CPU's memory.
+
+TOPK = regtopk.TopK(density=0.1, value_code="4bit")
+NARROW: dict[str, Any] = {"residual_dtype": "bfloat16"}
+
+
+def test_residuals_in_bfloat16_are_those_of_the_simulator(two_ranks: Ranks) -> None:
+    compare(two_ranks, TOPK, grads_of(4, num_ranks=2), **NARROW)
+
+
+@on_ranks(2)
+def test_theta_start_in_the_cpus_memory_changes_no_bit() -> None:
+    found, states = [], []
+    for anchors in ("device", "cpu"):
+        net = training.make_net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        options: dict[str, Any] = {"every": 2, "outer": nesterov, "anchors": anchors, **NARROW}
+        with training.closing(regtopk.UpdateExchange(net, optimizer, TOPK, **options)) as exchange:
+            for step in range(7):  # the last one is inside a round
+                train(net, optimizer, range(step, step + 1))
+                kept = exchange._model._kept
+                starts = list(exchange._model.start.values())
+                assert (kept is None) == (anchors == "device")
+                assert kept is None or starts[0].data_ptr() == kept.data_ptr()
+                if step == 4:
+                    exchange.load_state_dict(exchange.state_dict())
+            saved = exchange.state_dict()
+            for worker in saved["workers"].values():
+                del worker["total"]
+            states.append(saved)
+        found.append(training.flat_parameters(net))
+    assert training.same(*states)
+    assert torch.equal(*found)

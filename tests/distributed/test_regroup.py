@@ -1,6 +1,7 @@
 """What an exchange needs among ranks that come and go, on ranks that stay."""
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,17 +40,12 @@ def test_a_group_without_a_name_gives_what_one_with_a_name_gives() -> None:
 def test_steps_go_on_among_other_ranks() -> None:
     model = nn.Linear(6, 4, bias=False)
     grads = {"weight": torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))}
-    steps = Steps(Parameters(model), RegTopK(density=0.25), Alone(), Options(), Kind("test"))
+    make = partial(Steps, Parameters(model), RegTopK(density=0.25), kind=Kind("test"))
+    steps = make(Alone(), Options())
     group = Collectives(group_or_default(None))
     weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
     steps.regroup(group, weights)
-    same = Steps(
-        Parameters(model),
-        RegTopK(density=0.25),
-        group,
-        Options(weight=float(weights[group.rank])),
-        Kind("test"),
-    )
+    same = make(group, Options(weight=float(weights[group.rank])))
     for _ in range(3):
         ours, theirs = copy.deepcopy(grads), copy.deepcopy(grads)
         steps.run(ours)

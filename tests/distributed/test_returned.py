@@ -17,7 +17,7 @@ from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_alike import make_step
 from tests.distributed.test_damage import answer
 from tests.distributed.test_fsdp_dcp import Job
-from tests.distributed.training import refusal, steps_of
+from tests.distributed.training import merged, refusal, steps_of
 
 J = 403  # of no number of ranks a multiple
 WEIGHTS = {4: [0.25] * 4, 3: [0.5, 0.25, 0.25], 5: [0.5, 0.125, 0.125, 0.125, 0.125]}
@@ -51,14 +51,14 @@ def step_on_ranks(files: list[Path], steps: range, folder: Path) -> Tensor:
     return applied
 
 
-def kept(files: list[Path]) -> Tensor:
+def kept(saved: dict[str, Any]) -> Tensor:
     """sum_n w_n e_n and what owners owe, in float64."""
-    saved = regtopk.merge_state_dicts([torch.load(path, weights_only=True) for path in files])
     total, num_ranks = torch.zeros(J, dtype=torch.float64), len(saved["weights"])
     for rank, weight in enumerate(saved["weights"]):
         worker = saved["workers"][str(rank)]
         total += weight * worker["entries"]["0"]["residual"].double()
-        for place, owed in enumerate(worker["groups"][0]["owed"].tolist()):
+        owed_by_rank = worker["groups"][0].get("owed", torch.zeros(0))
+        for place, owed in enumerate(owed_by_rank.tolist()):
             entry = place * num_ranks + rank
             if entry < J:
                 total[entry] += owed
@@ -82,7 +82,8 @@ def test_nothing_is_lost_on_four_then_three_then_five_ranks(four_ranks: Ranks, t
                     for rank, weight in enumerate(WEIGHTS[num_ranks]):
                         balance += weight * grads_of(step, rank)
             balance -= applied
-            assert torch.equal(kept(files), balance) and bool(balance.any())
+            saved = regtopk.merge_state_dicts([torch.load(path, weights_only=True) for path in files])
+            assert torch.equal(kept(saved), balance) and bool(balance.any())
 
 
 @on_ranks(4)
@@ -100,12 +101,11 @@ def test_what_owners_owe_in_ef21_arrives_among_other_weights() -> None:
 
     before = regtopk.Exchange([vector], algorithm)
     run(before, 3)
-    parts: list[Any] = [None] * 4
-    dist.all_gather_object(parts, before.state_dict())
-    owed = parts[rank]["workers"][str(rank)]["groups"][0]["owed"]
+    saved = merged(before)
+    owed = saved["workers"][str(rank)]["groups"][0]["owed"]
     assert owed.any() and before.total.residual_norm == pytest.approx(4 * float(owed.norm()))
     after = regtopk.Exchange([vector], algorithm, weight=weights[rank])
-    after.load_state_dict(regtopk.merge_state_dicts(parts))
+    after.load_state_dict(saved)
     mean = sum(weight * grads_of(0, n) for n, weight in enumerate(weights))
     assert torch.equal(run(after, 30), torch.as_tensor(mean))
 
@@ -137,20 +137,8 @@ def test_a_run_may_begin_or_cease_to_have_sums_come_back_in_part() -> None:
         vector.grad = grads_of(0, dist.get_rank())
         exchange.step()
         other.load_state_dict(exchange.state_dict())
-        sums = [kept_by(each.state_dict()) for each in (exchange, other)]
+        sums = [kept(merged(each)) for each in (exchange, other)]
         assert torch.equal(*sums) and bool(sums[0].any())
-
-
-def kept_by(saved: dict[str, Any]) -> Tensor:
-    """sum_n w_n e_n and what owners owe, of both ranks."""
-    rank = dist.get_rank()
-    worker = saved["workers"][str(rank)]
-    entries: Tensor = saved["weights"][rank] * worker["entries"]["0"]["residual"].double()
-    if "owed" in worker["groups"][0]:
-        owed = worker["groups"][0]["owed"].double()
-        entries[rank::2] += owed[: len(entries[rank::2])]
-    dist.all_reduce(entries)
-    return entries
 
 
 def mass(job: Job) -> tuple[float, float]:

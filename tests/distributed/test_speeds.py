@@ -12,7 +12,7 @@ import regtopk
 from regtopk.rounds import Rounds
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_updates import TOPK, is_same_on_all_ranks
-from tests.distributed.training import algorithm_state, closing, flat_parameters, refusal, same
+from tests.distributed.training import algorithm_state, closing, flat_parameters, made, merged, refusal, same
 
 EVERYS = {2: [4, 2], 4: [6, 6, 3, 2]}
 CASES: list[tuple[Any, dict[str, Any]]]
@@ -78,8 +78,7 @@ def test_nothing_is_learned_twice_or_lost(weight: Any, options: dict[str, Any]) 
     """first - theta_start + the weighted residuals = the sum over rounds of what ranks learned, weighed."""
     rank, expected = dist.get_rank(), torch.zeros(70, dtype=torch.float64)
     own = {"steps": [4 / 6, 2 / 6], "tokens": [0.5, 0.5], None: [0.25, 0.75]}[weight][rank]
-    training = Training(weight=weight or own, **options)
-    with closing(training.exchange) as exchange:
+    with made(Training, weight=weight or own, **options) as (training, exchange):
         assert exchange.everys == ([4, 2] if weight else [4, 4]) and exchange.weights[rank] == own
         for number in range(4):  # the last round has one step, and of a rank that is slow none
             learned, tokens = training.train(training.every if number < 3 else training.every // 4)
@@ -129,8 +128,7 @@ def test_other_ranks_go_on(two_ranks: Ranks, four_ranks: Ranks, weight: str, opt
 
 def train_some(weight: str, options: dict[str, Any], saved: Any = None) -> Any:
     """The state inside a round; or what is loaded, and the model that all ranks have later."""
-    training = Training(weight=weight, **options)
-    with closing(training.exchange) as exchange:
+    with made(Training, weight=weight, **options) as (training, exchange):
         if saved is None:
             training.train(2 * training.every + (training.every > 3))
             return exchange.gather_state_dict()
@@ -157,8 +155,7 @@ def unsent(saved: dict[str, Any], name: str, fragment: int = 0) -> Tensor:
 
 @on_ranks(2)
 def test_finish_names_ranks_that_have_sent_unequally_often() -> None:
-    training = Training(delay=1)
-    with closing(training.exchange) as exchange:
+    with made(Training, delay=1) as (training, exchange):
         training.train(4 if exchange.rank == 0 else 0)
         said = refusal(exchange.finish)
         assert said[1] == "all ranks must have the same number of exchanges, got 1 on rank 0, 0 on rank 1"
@@ -174,8 +171,7 @@ def test_an_update_far_longer_than_others_is_scaled_down(fragments: int) -> None
     weights, factors = [0.5, 0.25, 0.0, 0.25], torch.tensor([1.0, 100.0, 0.001, 2.0])
     slopes = torch.randn(4, 70, generator=torch.Generator().manual_seed(3)) * factors.unsqueeze(1)
     options: dict[str, Any] = {"every": 3, "fragments": fragments, "clip_norm": 1.5}
-    training = Training(regtopk.Dense(), weight=weights[dist.get_rank()], **options)
-    with closing(training.exchange) as exchange:
+    with made(Training, regtopk.Dense(), weight=weights[dist.get_rank()], **options) as (training, exchange):
         for _ in range(3):
             training.optimizer.zero_grad()
             training.net(slopes[exchange.rank]).backward()
@@ -193,8 +189,7 @@ def test_an_update_far_longer_than_others_is_scaled_down(fragments: int) -> None
 
 @on_ranks(2)
 def test_tokens_that_nobody_counts() -> None:
-    training = Training(weight="tokens", every=1)
-    with closing(training.exchange) as exchange:
+    with made(Training, weight="tokens", every=1) as (training, exchange):
         if exchange.rank == 0:
             exchange.count(3)
         training.net(torch.ones(70)).backward()
@@ -203,7 +198,7 @@ def test_tokens_that_nobody_counts() -> None:
             "call on rank(s) [1] since the last exchange"
         )
         assert refusal(lambda: exchange.count(-1))[1] == "tokens must be finite and >= 0, got -1"
-    with closing(Training().exchange) as exchange:
+    with made(Training) as (_, exchange):
         assert refusal(lambda: exchange.count(1))[1] == "weight must be 'tokens' where count() is called"
     said = refusal(lambda: Training(weight=("tokens", None)[dist.get_rank()]))
     told = "all ranks must have the same kind of weight, got 'tokens' on rank 0, 'a number' on rank 1"
@@ -212,30 +207,26 @@ def test_tokens_that_nobody_counts() -> None:
 
 @on_ranks(2)
 def test_ranks_that_stand_elsewhere_in_a_round_finish_save_and_load() -> None:
-    training = Training(every=4)
-    with closing(training.exchange) as exchange:
+    with made(Training, every=4) as (training, exchange):
         training.train(5 + exchange.rank)
         inside = exchange.state_dict()
         exchange.finish()
         exchange.load_state_dict(exchange.state_dict())
         exchange.load_state_dict(inside)
         assert exchange.num_steps == 5 + exchange.rank
-    with closing(Training().exchange) as exchange:
+    with made(Training) as (_, exchange):
         kind, text = refusal(lambda: exchange.stop_when(True))
         assert kind == "ClusterError" and "got [4, 2] by rank: stop at a number of num_rounds" in text
 
 
 @on_ranks(2)
 def test_what_is_learned_inside_a_round_is_clipped_on_other_ranks_too() -> None:
-    first = Training(every=4, clip_norm=3.0)
-    with closing(first.exchange) as exchange:
+    with made(Training, every=4, clip_norm=3.0) as (first, exchange):
         first.net(torch.full((70,), 1000.0 if exchange.rank else 1.0)).backward()
         first.optimizer.step()
-        saved = [exchange.state_dict()] * 2
-        dist.all_gather_object(saved, saved[0])
-    again = Training(every=4, clip_norm=3.0, weight=(0.75, 0.25)[dist.get_rank()])
-    with closing(again.exchange) as exchange:
-        exchange.load_state_dict(regtopk.merge_state_dicts(saved))
+        saved = merged(exchange)
+    with made(Training, every=4, clip_norm=3.0, weight=(0.75, 0.25)[dist.get_rank()]) as (_, exchange):
+        exchange.load_state_dict(saved)
         (state,) = exchange.state_dict()["workers"].values()
         residual = torch.cat([entry["residual"] for entry in state["entries"].values()])
         expected = 3.0 * 0.5 / 0.25 if exchange.rank else 0.5 / 0.75
@@ -244,9 +235,8 @@ def test_what_is_learned_inside_a_round_is_clipped_on_other_ranks_too() -> None:
 
 @on_ranks(4)
 def test_ranks_that_learned_from_nothing_do_not_decide_what_is_clipped() -> None:
-    training = Training(regtopk.Dense(), every=1, weight="tokens", clip_norm=3.0)
-    rank = dist.get_rank()
-    with closing(training.exchange) as exchange:
+    rank, options = dist.get_rank(), {"every": 1, "weight": "tokens", "clip_norm": 3.0}
+    with made(Training, regtopk.Dense(), **options) as (training, exchange):
         exchange.count(1 if rank < 2 else 0)
         training.net(torch.full((70,), (1.0, 1e4, 0.0, 0.0)[rank])).backward()
         training.optimizer.step()

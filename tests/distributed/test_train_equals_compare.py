@@ -1,7 +1,5 @@
 """`regtopk train --task gpt` on real ranks ends with the bits of `regtopk compare gpt` in the simulator."""
 
-import argparse
-import inspect
 import platform
 from pathlib import Path
 from statistics import fmean
@@ -28,13 +26,6 @@ SMALL: dict[str, Any] = {
 SEED = 1
 IMPUTED = "topk:value_code=4bit:impute=0.35:exchange=updates"
 Result = tuple[Tensor, float]  # the model, and the bytes that a worker contributed
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text(inspect.getsource(argparse)[:20_000])
-    return path
 
 
 def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path) -> Result:
@@ -68,10 +59,10 @@ def simulated(settings: dict[str, Any], label: str) -> Result:
     return trainer.models[0], trainer.moved_bytes("payload_bytes")[0]
 
 
-def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **settings: Any) -> None:
+def check(ranks: Ranks, label: str, text_file: str, *, has_hook: bool = True, **settings: Any) -> None:
     settings = {"collective": "all_gather", **SMALL, **settings}
-    settings |= {"num_workers": ranks.num_ranks, "data": str(data)}
-    examples = data.with_suffix(".examples")
+    settings |= {"num_workers": ranks.num_ranks, "data": text_file}
+    examples = Path(f"{text_file}.examples")
     save_examples(TrainConfig(**settings), examples)
     waiting = ranks.start(on_rank, settings, label, has_hook, examples)
     model, payload_bytes = simulated(settings, label)
@@ -101,18 +92,18 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
         ("dense", 4),  # with a hook, which sums in the order of ranks
     ],
 )
-def test_every_bit(two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, label: str, data: Path) -> None:
-    check({2: two_ranks, 4: four_ranks}[num_ranks], label, data)
+def test_every_bit(two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, label: str, text_file: str) -> None:
+    check({2: two_ranks, 4: four_ranks}[num_ranks], label, text_file)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="products of a batch may add in another order")
-def test_every_bit_of_muon(two_ranks: Ranks, data: Path) -> None:
+def test_every_bit_of_muon(two_ranks: Ranks, text_file: str) -> None:
     """Ranks run torch's Muon and AdamW, one matrix after another; simulated workers are one batch."""
     updates = f"{IMPUTED}:every=2:fragments=2:optimizer=muon"
     for label in ("topk:impute=0.35:optimizer=muon", "dense:optimizer=muon", updates):
-        check(two_ranks, label, data, lr=(0.01,))
+        check(two_ranks, label, text_file, lr=(0.01,))
 
 
-def test_plain_ddp_of_two_ranks(two_ranks: Ranks, data: Path) -> None:
+def test_plain_ddp_of_two_ranks(two_ranks: Ranks, text_file: str) -> None:
     """Sums of two numbers have one order alone. On four ranks gloo adds in another order than ours."""
-    check(two_ranks, "dense", data, has_hook=False)
+    check(two_ranks, "dense", text_file, has_hook=False)

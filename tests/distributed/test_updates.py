@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import regtopk
-from regtopk.core.algorithm import Algorithm
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
@@ -35,9 +35,9 @@ def sgd(net: nn.Module) -> Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-def adamw(net: nn.Module) -> Optimizer:
+def adamw(net: nn.Module, *, fused: bool = False) -> Optimizer:
     """With an epsilon that keeps the signs of tiny gradients from deciding anything."""
-    return torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3)
+    return torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3, fused=fused)
 
 
 def nesterov(parameters: list[nn.Parameter], lr: float = 0.7) -> Optimizer:
@@ -52,9 +52,11 @@ def train(net: nn.Module, optimizer: Optimizer, steps: range, **arguments: Any) 
 
 
 @contextmanager
-def updating(make: Any = sgd, algorithm: Any = TOPK, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+def updating(
+    make: Any = sgd, algorithm: Any = TOPK, net: Any = None, **options: Any
+) -> Iterator[tuple[Any, Any, Any]]:
     """A net, its optimizer, and their exchange, which is closed afterwards."""
-    net = make_net()
+    net = make_net() if net is None else net
     optimizer = make(net)
     with closing(regtopk.UpdateExchange(net, optimizer, algorithm, **options)) as exchange:
         yield net, optimizer, exchange
@@ -93,14 +95,11 @@ def is_same_on_all_ranks(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def exchanging(net: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
-    options = {"algorithm": regtopk.Dense(), **options}
-    with closing(regtopk.UpdateExchange(net, optimizer, **options)) as exchange:
-        yield exchange
+def exchanging(make: Any, algorithm: Any, net: Any = None, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The same; at the end all ranks have the same model."""
+    with updating(make, algorithm, net, **options) as (net, optimizer, exchange):
+        yield net, optimizer, exchange
         assert is_same_on_all_ranks(flat_parameters(net))
-
-
-# Equal to what is known.
 
 
 @on_ranks(4)
@@ -109,9 +108,7 @@ def test_dense_updates_of_sgd_are_ddp() -> None:
     train(ddp, sgd(ddp), range(5))
     for algorithm in (regtopk.Dense(), regtopk.TopK(density=1.0)):
         for deterministic in (True, False):
-            net = make_net()
-            optimizer = sgd(net)
-            with exchanging(net, optimizer, algorithm=algorithm, deterministic=deterministic) as exchange:
+            with exchanging(sgd, algorithm, deterministic=deterministic) as (net, optimizer, exchange):
                 train(net, optimizer, range(5))
                 # an update is rounded to what parameters can tell apart: 5 roundings of numbers up to 0.3
                 assert (flat_parameters(net) - flat_parameters(ddp)).abs().max() < 5 * 2**-24
@@ -125,31 +122,55 @@ def test_ranks_and_the_simulator_agree_bit_for_bit(two_ranks: Ranks, four_ranks:
 
 def compare_with_simulator(weights: list[float]) -> None:
     for algorithm in (regtopk.Dense(), regtopk.RegTopK(density=0.05, value_code="4bit")):
-        net = make_net()
-        optimizer = adamw(net)
         weight = weights[dist.get_rank()]
-        with exchanging(net, optimizer, algorithm=algorithm, every=3, weight=weight) as exchange:
+        with exchanging(adamw, algorithm, every=3, weight=weight) as (net, optimizer, exchange):
             train(net, optimizer, range(12))
-            assert torch.equal(flat_parameters(net), simulated(algorithm, weights)), algorithm.name
+            cluster = Cluster(algorithm, num_workers=len(weights), weights=weights)
+            by_hand = train_by_hand([cluster], adamw, range(12), every=3)
+            assert torch.equal(flat_parameters(net), by_hand), algorithm.name
             assert exchange.num_rounds == 4
 
 
-def simulated(algorithm: Algorithm[Any], weights: list[float]) -> Tensor:
-    """The same rounds of all workers in one process."""
-    nets = [make_net() for _ in weights]
-    optimizers = [adamw(net) for net in nets]
-    cluster = Cluster(algorithm, num_workers=len(weights), weights=weights)
-    start = flat_parameters(nets[0])
-    for first in range(0, 12, 3):
-        for n, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
-            for step in range(first, first + 3):
-                optimizer.zero_grad()
-                net(batch(step, n)).square().mean().backward()
-                optimizer.step()
-        start = start - cluster.step(start - torch.stack([flat_parameters(net) for net in nets]))
-        for net in nets:
-            nn.utils.vector_to_parameters(start.clone(), net.parameters())
-    return start
+def train_by_hand(
+    clusters: list[Cluster], make: Any, steps: range, *, every: int, outer: Any = None
+) -> Tensor:
+    """One process does what all ranks do: a simulated exchange for each part that models are cut into."""
+    shards, nets = len(clusters), [make_net() for _ in range(clusters[0].num_workers)]
+    optimizers = [make(net) for net in nets]
+    start = [nn.Parameter(p.detach().clone()) for p in nets[0].parameters()]
+    step_outer = (outer(start) if outer else torch.optim.SGD(start, lr=1)).step
+    for number in steps:
+        for place, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for rank in range(place * shards, (place + 1) * shards):
+                (net(batch(number, rank)).square().mean() / shards).backward()
+            optimizer.step()
+        if (number + 1) % every == 0:
+            exchange_by_hand(nets, start, clusters)
+            step_outer()
+            with torch.no_grad():
+                for net in nets:
+                    torch._foreach_copy_(list(net.parameters()), list[Tensor](start))
+    return nn.utils.parameters_to_vector(start).detach()
+
+
+@torch.no_grad()
+def exchange_by_hand(nets: list[Any], start: list[nn.Parameter], clusters: list[Cluster]) -> None:
+    """The gradients of theta_start become the aggregate, part by part."""
+    updates = [[begin - now for begin, now in zip(start, net.parameters(), strict=True)] for net in nets]
+    for p in start:
+        p.grad = torch.empty_like(p)
+    for part, cluster in enumerate(clusters):
+        rows = [torch.cat([cut(d, len(clusters))[part].flatten() for d in update]) for update in updates]
+        aggregate = cluster.step(torch.stack(rows))
+        targets = [cut(p.grad, len(clusters))[part] for p in start if p.grad is not None]
+        for target, piece in zip(targets, aggregate.split([t.numel() for t in targets]), strict=True):
+            target.copy_(piece.view_as(target))
+
+
+def cut(tensor: Tensor, shards: int) -> list[Tensor]:
+    """The parts of a parameter as fully_shard cuts it."""
+    return list(tensor.split(-(-tensor.shape[0] // shards)))
 
 
 @pytest.mark.parametrize("options", [{"every": 3}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}])
@@ -165,23 +186,18 @@ def test_dense_bytes_are_those_of_the_steps_made(options: dict[str, Any]) -> Non
         assert f"sent      {sent / 13:.3g} B per step" in summary and "dense     13.5 kB per step" in summary
 
 
-# GradScaler.
-
-
 @on_ranks(2)
 def test_a_step_that_a_grad_scaler_skips_is_none() -> None:
     """Rank 1 overflows twice, and takes two batches more. Fused optimizers are called even to skip."""
     for fused in (False, True):
-        net = make_net()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         num_batches = 0
-        with exchanging(net, optimizer, algorithm=TOPK, every=4) as exchange:
+        with exchanging(partial(adamw, fused=fused), TOPK, every=4) as (net, optimizer, exchange):
             while exchange.num_steps < 8:
                 optimizer.zero_grad()
                 scaler.scale(loss_of(net, num_batches)).backward()
                 if dist.get_rank() == 1 and num_batches in (2, 7):
-                    net.last.bias.grad[0] = math.inf  # type: ignore[index]
+                    net.last.bias.grad[0] = math.inf
                 scaler.step(optimizer)
                 scaler.update()
                 num_batches += 1
@@ -190,15 +206,11 @@ def test_a_step_that_a_grad_scaler_skips_is_none() -> None:
             assert flat_parameters(net).isfinite().all()
 
 
-# Not finite.
-
-
 @on_ranks(2)
 def test_a_round_that_is_not_finite_is_taken_back() -> None:
     for make in (adamw, lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1)):
         net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        optimizer = make(net)
-        with exchanging(net, optimizer, algorithm=TOPK, every=2, outer=nesterov) as exchange:
+        with exchanging(make, TOPK, net, every=2, outer=nesterov) as (_, optimizer, exchange):
             train(net, optimizer, range(2))
             before = flat_parameters(net), net[1].running_mean.clone(), exchange.total.residual_norm
             outer_before = exchange.state_dict()["updates"]["outer_state"]
@@ -232,18 +244,14 @@ def spoil_a_round(net: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-# Buffers.
-
-
 @on_ranks(2)
 def test_buffers() -> None:
     for how in ("mean", "rank0", "local"):
         net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
         net.register_buffer("mask", torch.full((1000,), -math.inf))  # never changes, so it is never sent
         net.register_buffer("cache", torch.zeros(1))
-        optimizer = sgd(net)
         weight = (0.75, 0.25)[dist.get_rank()]
-        with exchanging(net, optimizer, algorithm=TOPK, buffers=how, weight=weight) as exchange:
+        with exchanging(sgd, TOPK, net, buffers=how, weight=weight) as (_, optimizer, exchange):
             net.get_buffer("cache").resize_(1 + dist.get_rank())  # which stays local
             net(batch(0)).square().mean().backward()
             mine = net[1].running_mean.clone()

@@ -2,6 +2,7 @@
 
 import pickle
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def test_start_from_rank_0() -> None:
     net[2].weight.requires_grad_(False)  # frozen ones too
     net[1].num_batches_tracked.fill_(7 + dist.get_rank())
     mine = flat_parameters(net)
-    with exchanging(net, sgd(net)):
+    with exchanging(sgd, regtopk.Dense(), net):
         assert torch.equal(mine, flat_parameters(net)) == (dist.get_rank() == 0)
         assert int(net[1].num_batches_tracked) == 7
 
@@ -36,8 +37,9 @@ def test_weigh_ranks_and_skip_layers() -> None:
     local: list[Tensor] = []
     optimizer.register_step_post_hook(lambda *_: local.append(flat_parameters(net)))
     weight = (0.75, 0.25)[dist.get_rank()]
-    options: dict[str, Any] = {"algorithm": TOPK, "weight": weight, "skip": lambda name, p: p.ndim == 1}
-    with exchanging(net, optimizer, dense_steps=3, every=2, **options) as exchange:
+    options: dict[str, Any] = {"weight": weight, "skip": lambda name, p: p.ndim == 1}
+    made = exchanging(lambda _: optimizer, TOPK, net, dense_steps=3, every=2, **options)
+    with made as (_, _, exchange):
         for first in (0, 2, 4):
             train(net, optimizer, range(first, first + 2))
             expected = 2 * mean(weight * local[-1])
@@ -74,8 +76,7 @@ def test_train_tied_and_frozen() -> None:
         net = Tied()
         frozen = net.frozen.weight.clone()
         model: Any = torch.compile(net, backend="eager") if compiled else net
-        optimizer = adamw(net)  # all parameters, frozen ones too
-        with exchanging(model, optimizer, algorithm=TOPK, every=2) as exchange:
+        with exchanging(adamw, TOPK, model, every=2) as (_, optimizer, exchange):  # of frozen ones too
             train(model, optimizer, range(4))
             assert exchange.num_rounds == 2 and torch.equal(frozen, net.frozen.weight)
             assert net.head.weight is net.embed.weight
@@ -93,7 +94,7 @@ def test_train_in_bfloat16() -> None:
         net.weight.fill_(1.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-7)  # 1 - 1/128, which bfloat16 can tell from 1
     net.weight.grad = torch.full_like(net.weight, 1.0 if dist.get_rank() == 0 else 0.0)
-    with exchanging(net, optimizer) as exchange:
+    with exchanging(lambda _: optimizer, regtopk.Dense(), net) as (_, _, exchange):
         for number in range(1, 5):
             optimizer.step()  # half of it on average, which takes two steps to show
             saved = exchange.state_dict()["updates"]["start"]["weight"]
@@ -103,16 +104,14 @@ def test_train_in_bfloat16() -> None:
 
 @on_ranks(2)
 def test_train_with_lbfgs() -> None:
-    net = make_net()
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
-
     def closure() -> float:
         optimizer.zero_grad()
         loss = loss_of(net, 0)
         loss.backward()
         return loss.item()
 
-    with exchanging(net, optimizer) as exchange:
+    make = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
+    with exchanging(lambda net: make(net.parameters()), regtopk.Dense()) as (net, optimizer, exchange):
         for _ in range(2):
             optimizer.step(closure)
         assert exchange.num_rounds == 2

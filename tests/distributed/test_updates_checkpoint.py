@@ -1,8 +1,9 @@
 """An exchange of updates saved and resumed: bit for bit at any step, and nothing lost on other ranks."""
 
 import io
-from functools import partial
+from functools import partial, reduce
 from itertools import product
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from regtopk.errors import StateError
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_checkpoint import relative_change, weighted_sum
 from tests.distributed.test_updates import nesterov
-from tests.distributed.training import algorithm_state, batch, closing, flat_parameters, refusal, same
+from tests.distributed.training import algorithm_state, batch, flat_parameters, made, merged, refusal, same
 
 WEIGHTS = {2: [0.7, 0.3], 4: [0.4, 0.3, 0.2, 0.1]}
 
@@ -62,9 +63,8 @@ UNDER_WAY = [{"delay": 3}, {"delay": 2, "fragments": 2}, {"every": 2, "fragments
 @on_ranks(2)
 def test_resumed_at_any_step_bit_for_bit(options: dict[str, Any]) -> None:
     """A round's end, steps inside one, or after it while it is under way."""
-    straight = Training(**options)
     saved: list[tuple[tuple[int, int], Any, Any]] = []
-    with closing(straight.exchange) as exchange:
+    with made(Training, **options) as (straight, exchange):
         for step in range(4, 9):
             straight.train_until(step)
             gathered = [exchange.gather_state_dict(dst=1)]
@@ -78,9 +78,8 @@ def test_resumed_at_any_step_bit_for_bit(options: dict[str, Any]) -> None:
         expected = straight.result()
     for counts, states, schedule in saved:
         for state in states:
-            resumed = Training(**options)
-            resumed.train_until(2)  # all of it is replaced
-            with closing(resumed.exchange) as exchange:
+            with made(Training, **options) as (resumed, exchange):
+                resumed.train_until(2)  # all of it is replaced
                 exchange.load_state_dict(state)
                 resumed.scheduler.load_state_dict(schedule)
                 assert (exchange.num_steps, exchange.num_rounds) == counts
@@ -109,8 +108,7 @@ def test_other_ranks_go_on_from_a_rounds_end(two_ranks: Ranks, four_ranks: Ranks
 
 
 def save_some(weights: list[float], num_steps: int = 8, fragments: int = 1) -> Any:
-    training = Training(weights, fragments=fragments)
-    with closing(training.exchange) as exchange:
+    with made(Training, weights, fragments=fragments) as (training, exchange):
         training.train_until(num_steps)
         return exchange.gather_state_dict()
 
@@ -128,8 +126,7 @@ def test_dense_bytes_on_other_ranks_are_those_of_the_steps_made_there(
 
 
 def finish_some(weights: list[float], saved: dict[str, Any], fragments: int) -> tuple[Any, str]:
-    training = Training(weights, fragments=fragments)
-    with closing(training.exchange) as exchange:
+    with made(Training, weights, fragments=fragments) as (training, exchange):
         exchange.load_state_dict(saved)
         training.train_until(11)
         exchange.finish()
@@ -137,8 +134,7 @@ def finish_some(weights: list[float], saved: dict[str, Any], fragments: int) -> 
 
 
 def load_some(weights: list[float], saved: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    training = Training(weights)
-    with closing(training.exchange) as exchange:
+    with made(Training, weights) as (training, exchange):
         exchange.load_state_dict(saved)
         state = exchange.state_dict()
         start = torch.cat([t.flatten() for t in saved["updates"]["start"].values()])
@@ -148,26 +144,12 @@ def load_some(weights: list[float], saved: dict[str, Any]) -> tuple[dict[str, An
         return state, flat_parameters(training.net)
 
 
-def lose_a_parameter(saved: Any, mine: Any) -> None:
-    mine["optimizer"]["param_groups"][0]["params"].pop()
+def put_in(*path: Any, **values: Any) -> Any:
+    """Put these in a place of what this rank has saved."""
+    return lambda saved, mine: reduce(getitem, path, mine).update(values)
 
 
-def put_nan(saved: Any, mine: Any) -> None:
-    saved["updates"]["start"]["0.bias"][1] = float("nan")
-
-
-def put_in_state(key: str, value: Any, saved: Any, mine: Any) -> None:
-    mine["optimizer"]["state"][0][key] = value
-
-
-def set_in_group(key: str, value: Any, saved: Any, mine: Any) -> None:
-    mine["optimizer"]["param_groups"][0][key] = value
-
-
-def reshape_buffer(when: str, saved: Any, mine: Any) -> None:
-    mine["buffers"][when]["1.running_mean"] = torch.zeros(3)
-
-
+in_group, in_state = partial(put_in, "optimizer", "param_groups", 0), partial(put_in, "optimizer", "state", 0)
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"every": 2}, "every must be that of the saved state, 2, got 4"),
     ({"outer": None}, "class of outer must be that of the saved state, 'None', got 'SGD'"),
@@ -176,32 +158,36 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 ]
 NO_UPDATES = "must hold 'updates': this was saved by something else"
 OF_SAVED, SIX = "of the saved optimizer must be", "must be [[0, 1, 2, 3, 4, 5]]"
+SMALLER = {"1.running_mean": torch.zeros(3)}
 MOMENT = "exp_avg of the saved optimizer must have its parameter's shape, ("
 DAMAGES: list[tuple[Any, str]] = [
-    (put_nan, "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
-    (lose_a_parameter, f"parameters of the optimizer's groups {SIX}, got [[0, 1, 2, 3, 4]]"),
-    (partial(set_in_group, "params", [1, 0, 2, 3, 4, 5]), f"{SIX}, got [[1, 0, 2, 3, 4, 5]]"),
-    (partial(set_in_group, "betas", (0.9, "a")), f"betas {OF_SAVED} like (0.9, 0.999), got"),
-    (partial(set_in_group, "maximize", 3.5), f"maximize {OF_SAVED} like False, got 3.5"),
-    (partial(set_in_group, "lr", "a"), f"lr {OF_SAVED} a finite number, got 'a'"),
+    (
+        lambda saved, mine: saved["updates"]["start"]["0.bias"].fill_(torch.nan),
+        "start of '0.bias' in the saved state must be finite, got a NaN or inf",
+    ),
+    (in_group(params=[0, 1, 2, 3, 4]), f"parameters of the optimizer's groups {SIX}, got [[0, 1, 2, 3, 4]]"),
+    (in_group(params=[1, 0, 2, 3, 4, 5]), f"{SIX}, got [[1, 0, 2, 3, 4, 5]]"),
+    (in_group(betas=(0.9, "a")), f"betas {OF_SAVED} like (0.9, 0.999), got"),
+    (in_group(maximize=3.5), f"maximize {OF_SAVED} like False, got 3.5"),
+    (in_group(lr="a"), f"lr {OF_SAVED} a finite number, got 'a'"),
     (lambda saved, mine: mine["optimizer"].pop("state"), "the saved state is malformed: KeyError: 'state'"),
-    (lambda saved, mine: mine["optimizer"].update(state=[1]), "the saved state is malformed: AttributeError"),
+    (put_in("optimizer", state=[1]), "the saved state is malformed: AttributeError"),
     (lambda saved, mine: mine["optimizer"]["state"].update({70: {}}), "of its parameters, got number 70"),
-    (partial(put_in_state, "exp_avg", torch.zeros(3)), MOMENT),
-    (partial(put_in_state, "exp_avg", (1, 2)), MOMENT),
-    (partial(put_in_state, "step", "a"), f"step {OF_SAVED} a finite number, got 'a'"),
+    (in_state(exp_avg=torch.zeros(3)), MOMENT),
+    (in_state(exp_avg=(1, 2)), MOMENT),
+    (in_state(step="a"), f"step {OF_SAVED} a finite number, got 'a'"),
     (lambda saved, mine: saved["updates"].pop("every"), "the saved state is malformed: KeyError: 'every'"),
     (lambda saved, mine: saved["updates"].update(inner="SGD"), "saved state, 'SGD', got 'AdamW'"),
     (lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"), "shape of buffers must be that"),
-    (partial(reshape_buffer, "now"), "saved state, {'1.running_mean': (3,)"),
-    (partial(reshape_buffer, "start"), "at a round's start must be that of the saved state, {'1.runn"),
+    (put_in("buffers", "now", **SMALLER), "saved state, {'1.running_mean': (3,)"),
+    (put_in("buffers", "start", **SMALLER), "at a round's start must be that of the saved state, {'1.runn"),
     (lambda saved, mine: saved.pop("updates"), f"a saved UpdateExchange {NO_UPDATES}"),
-    (lambda saved, mine: mine.update(parameters=None), "the saved state is malformed: TypeError"),
+    (put_in(parameters=None), "the saved state is malformed: TypeError"),
     (lambda saved, mine: mine.pop("sent"), "the saved state is malformed: TypeError"),
-    (lambda saved, mine: mine.update(num_steps=-7), "num_steps must be an integer of at least 0, got -7"),
-    (lambda saved, mine: mine.update(skipped="ab"), "skipped fragments must be that of the saved state, 2"),
+    (put_in(num_steps=-7), "num_steps must be an integer of at least 0, got -7"),
+    (put_in(skipped="ab"), "skipped fragments must be that of the saved state, 2"),
     (
-        lambda saved, mine: mine.update(sent={"0.bias": torch.zeros(3)}),
+        put_in(sent={"0.bias": torch.zeros(3)}),
         "shape of what was sent must be that of the saved state, {'0.bias': (3,)}",
     ),
     (
@@ -215,14 +201,10 @@ DAMAGES: list[tuple[Any, str]] = [
 def test_states_that_do_not_fit() -> None:
     others: list[Any] = []
     for options, _ in OTHERS:
-        other = Training(**{"weights": WEIGHTS[2], **options})
-        with closing(other.exchange) as exchange:
+        with made(Training, **{"weights": WEIGHTS[2], **options}) as (other, exchange):
             other.train_until(5)
-            parts: list[Any] = [None, None]
-            dist.all_gather_object(parts, exchange.state_dict())
-            others.append(regtopk.merge_state_dicts(parts))
-    training = Training(WEIGHTS[2])
-    with closing(training.exchange) as exchange:
+            others.append(merged(exchange))
+    with made(Training, WEIGHTS[2]) as (training, exchange):
         training.train_until(5)
         for damage, _ in DAMAGES:
             saved = exchange.state_dict()
@@ -244,12 +226,12 @@ def test_states_that_do_not_fit() -> None:
 def test_inside_a_round_without_a_residual() -> None:
     """What was learned since the round began has nowhere to go if ranks or weights change."""
     for algorithm in (regtopk.Dense(), regtopk.EF21(density=0.2, returned=0.2)):
-        one, other = Training(algorithm=algorithm), Training(WEIGHTS[2], algorithm=algorithm)
-        with closing(one.exchange), closing(other.exchange):
-            one.train_until(5)
-            saved: list[Any] = [one.exchange.gather_state_dict()]
-            dist.broadcast_object_list(saved)
-            refused = refusal(partial(other.exchange.load_state_dict, saved[0]))
+        with made(Training, algorithm=algorithm) as (training, exchange):
+            training.train_until(5)
+            saved: list[Any] = [exchange.gather_state_dict()]
+        dist.broadcast_object_list(saved)
+        with made(Training, WEIGHTS[2], algorithm=algorithm) as (_, other):
+            refused = refusal(partial(other.load_state_dict, saved[0]))
         assert refused == (
             "StateError",
             "the saved state must be from a round's end, or after finish(): '0.weight' has no residual to "

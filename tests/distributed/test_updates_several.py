@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
 from tests.distributed.ranks import on_ranks
@@ -20,6 +21,7 @@ from tests.distributed.training import (
     closing,
     flat_parameters,
     loss_of,
+    made,
     make_net,
     refusal,
     same,
@@ -65,8 +67,7 @@ class Training:
 def training(algorithm: Any = TOPK, **options: Any) -> Iterator[Training]:
     """Where a CPU has no bfloat16, Muon makes torch give up oneDNN, and other tests would get other bits."""
     has_onednn = torch.backends.mkldnn.enabled
-    new = Training(algorithm, **options)
-    with closing(new.exchange):
+    with made(Training, algorithm, **options) as (new, _):
         yield new
     torch.backends.mkldnn.set_flags(has_onednn, _fp32_precision=None)
 
@@ -199,9 +200,6 @@ def test_a_nan_takes_back_the_round_of_all() -> None:
         assert it.exchange.num_rounds == 2 and is_same_on_all_ranks(flat_parameters(it.net))
 
 
-# Saved and resumed.
-
-
 @on_ranks(2)
 def test_checkpoints_go_on_bit_for_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 2, "mix": 0.5, "outer": nesterov}
@@ -265,13 +263,9 @@ def test_a_scalers_own_record_of_what_it_skips_counts(way: str) -> None:
         assert torch.equal(net.bias, bias)
 
 
-# Sharded models.
-
-
 @on_ranks(4)
 def test_parts_of_a_sharded_model(tmp_path: Path) -> None:
     """Torch's Muon takes whole matrices of DTensors; the state of both is cut as the parameters are."""
-    from torch.distributed.checkpoint.state_dict_saver import save
 
     def make() -> Any:
         group = grid(2, 2)["replicate"]

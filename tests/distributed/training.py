@@ -1,15 +1,12 @@
 """Small models, batches and loops that the ranks of these tests run."""
 
 import contextlib
-import io
 import logging
-import runpy
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -17,15 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from regtopk import errors
+import regtopk
 from regtopk.distributed.options import Options
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps.agreement import Agreement
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from tests.refusals import refusal as refusal
 
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
 closing: Any = contextlib.closing  # an exchange afterwards
+
+
+@contextmanager
+def made(kind: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A training of a test's own kind, and its exchange, which is closed afterwards."""
+    training = kind(*arguments, **options)
+    with closing(training.exchange) as exchange:
+        yield training, exchange
 
 
 class Net(nn.Module):
@@ -65,7 +71,6 @@ def loss_of(model: nn.Module, step: int, **arguments: Any) -> Tensor:
 
 
 def ddp(**options: Any) -> DistributedDataParallel:
-    """A wrapped net."""
     return DistributedDataParallel(make_net(), **options)
 
 
@@ -113,31 +118,11 @@ def algorithm_state(exchange: Any) -> dict[str, Any]:
     return saved
 
 
-def refusal(act: Callable[[], Any]) -> tuple[str, str]:
-    """The kind and the text of the error that an act must end with."""
-    try:
-        act()
-    except errors.RegtopkError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was refused")
-
-
-def run_example(name: str, *words: str) -> str:
-    """What a script of examples/ prints in a process that is in a group, and stays in it."""
-    script = str(Path(__file__).parents[2] / "examples" / name)
-    with (
-        patch.object(sys, "argv", [script, *words]),
-        patch.object(dist, "init_process_group"),
-        patch.object(dist, "destroy_process_group"),
-        redirect_stdout(io.StringIO()) as printed,
-    ):
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
-
-
-def write_numbers(path: Path) -> None:
-    """A text that a small model learns soon."""
-    path.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(5000)))
+def merged(exchange: Any) -> dict[str, Any]:
+    """What all ranks save, as one state."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, exchange.state_dict())
+    return regtopk.merge_state_dicts(parts)
 
 
 @contextmanager
@@ -153,18 +138,19 @@ def listening() -> Iterator[list[str]]:
         logging.getLogger("regtopk").removeHandler(handler)
 
 
+noted_go_on = partial(patch.object, Agreement, "go_on", autospec=True, side_effect=Agreement.go_on)
+
+
 @contextmanager
-def answers_on_the_device() -> Iterator[list[Agreement]]:
-    """Let ranks go on without the others' answers, as they do over NCCL; what they did not wait for."""
-    late: list[Agreement] = []
-    go_on = Agreement.go_on
-
-    def note(self: Agreement) -> None:
-        late.append(self)
-        go_on(self)
-
-    with (
-        patch.object(Collectives, "is_on_device", lambda self, device: True),
-        patch.object(Agreement, "go_on", note),
-    ):
+def answers_on_the_device() -> Iterator[Mock]:
+    """Let ranks go on without the others' answers, as they do over NCCL; called when they did not wait."""
+    with patch.object(Collectives, "is_on_device", lambda self, device: True), noted_go_on() as late:
         yield late
+
+
+def flip_a_bit(collectives: Collectives, tensor: Tensor, real: Any = Collectives.all_gather) -> Tensor:
+    """In the place of `all_gather`: the message of rank 1 is damaged on its way."""
+    gathered: Tensor = real(collectives, tensor)
+    if tensor.dtype == torch.uint8 and len(gathered) > 1:
+        gathered[1, 40] ^= 1
+    return gathered

@@ -22,6 +22,7 @@ from regtopk.core.state import ResidualState
 from regtopk.errors import ArgumentError, ClusterError, StateError
 from tests.distributed.ranks import fork_process
 from tests.distributed.test_guide import ROOT, blocks
+from tests.distributed.test_updates import nesterov
 from tests.distributed.training import listening
 
 pytest.importorskip(
@@ -167,7 +168,7 @@ def _train(
     optimizers = [torch.optim.AdamW(part, lr=0.02) for part in parts]
     late_at = options.pop("late_at", None)
     try:
-        exchange = TorchftExchange(manager, model, optimizers, algorithm, outer=_nesterov, **options)
+        exchange = TorchftExchange(manager, model, optimizers, algorithm, outer=nesterov, **options)
     except Exception as error:
         pipe.send(error)
         return
@@ -216,10 +217,6 @@ def _manager(
         lighthouse_addr=lighthouse,
         replica_id=f"replica_{number}",
     )
-
-
-def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def _after(exchange: TorchftExchange, model: nn.Module) -> After:

@@ -58,7 +58,6 @@ def check_take_per_chunk_(
     damped: Tensor | None = None,
     damping: Tensor | None = None,
 ) -> None:
-    """A kernel's chunked selection must be the reference's."""
     accumulated = residual.clone().add_(grad)
     given = scored(accumulated, damped, damping)
     expected, _ = reference.take_largest_per_chunk_(residual.clone(), grad, chunk, k, given)

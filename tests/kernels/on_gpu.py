@@ -6,9 +6,8 @@ runs them too.
 """
 
 import argparse
-import time
-import traceback
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -35,6 +34,7 @@ from regtopk.kernels.reference import selection as reference
 from regtopk.wire import decode_segment, encode_segment
 from tests.kernels import checks
 from tests.kernels.checks import choose_damped, rows_to_code
+from tests.processes import passes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -316,18 +316,10 @@ CHECKS = (
 )  # fmt: skip
 
 
-def passes(check: Callable[[], None]) -> bool:
+def run(check: Callable[[], None]) -> None:
     torch.manual_seed(0)
-    start = time.perf_counter()
-    try:
-        check()
-        torch.cuda.synchronize()
-    except Exception:
-        traceback.print_exc()
-        print(f"FAIL  {check.__name__}", flush=True)
-        return False
-    print(f"PASS  {check.__name__}  {time.perf_counter() - start:.1f} s", flush=True)
-    return True
+    check()
+    torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -338,7 +330,7 @@ def main() -> None:
     if unknown := set(wanted) - set(names):
         parser.error(f"no such check: {', '.join(sorted(unknown))}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {kernels.describe('cuda').reason}")
-    results = [passes(check) for check in CHECKS if check.__name__ in wanted]
+    results = [passes(check.__name__, partial(run, check)) for check in CHECKS if check.__name__ in wanted]
     raise SystemExit(0 if all(results) else 1)
 
 

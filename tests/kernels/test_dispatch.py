@@ -18,11 +18,12 @@ from regtopk.cli import app
 from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
 from regtopk.kernels import Damped, dispatch
+from regtopk.kernels.cpu import small_rows
 from regtopk.kernels.cpu.threads import side_by_side
 from regtopk.kernels.dispatch import kernel_named
 from regtopk.kernels.reference import selection as reference
 
-LARGE = 1 << 16
+LARGE, SHORT = 1 << 16, torch.zeros(3, 100)
 cpu, cuda = map(dispatch.kernel_named, ("cpu", "cuda"))
 
 
@@ -37,7 +38,13 @@ def test_large_vectors_on_the_cpu_use_the_compiled_loops() -> None:
         assert dispatch.kernel_for(residual, torch.zeros(LARGE, dtype=dtype)) is cpu
 
 
+def test_short_rows_on_the_cpu_go_to_numpy() -> None:
+    assert dispatch.kernel_for(SHORT, SHORT.half()) is small_rows
+
+
 CANNOT = {
+    "small, other residual": (SHORT.bfloat16(), SHORT),
+    "small, without memory": (SHORT.to("meta"), SHORT),
     "small, not in one piece": (torch.zeros(100, 2).T, torch.zeros(2, 100)),
     "rows not in one piece": (torch.zeros(LARGE, 2).T, torch.zeros(2, LARGE)),
     "expanded": (torch.zeros(LARGE), torch.zeros(1).expand(LARGE)),
@@ -55,6 +62,7 @@ def test_what_the_fast_kernels_cannot_do_goes_to_the_reference(name: str) -> Non
 def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     assert dispatch.kernel_for(torch.zeros(LARGE), None) is reference
+    assert dispatch.kernel_for(SHORT, SHORT) is reference
     assert kernels.describe("cpu") == ("reference", "REGTOPK_KERNELS=reference")
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
     with pytest.raises(ArgumentError, match="must be 'auto' or 'reference', got 'fast'"):

@@ -12,5 +12,4 @@ from tests.kernels import on_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("check", on_gpu.CHECKS, ids=lambda check: check.__name__)
 def test_on_gpu(check: Callable[[], None]) -> None:
-    torch.manual_seed(0)
-    check()
+    on_gpu.run(check)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.kernels import dispatch
 from regtopk.kernels.cpu import small_rows
-from regtopk.kernels.reference import selection as reference
 from regtopk.kernels.reference.sums import sum_dense_in_rank_order
 from tests.kernels.checks import ADVERSARIAL, check_take_largest_, choose_damped
 
@@ -144,13 +142,3 @@ def test_a_nan_score_comes_first_as_in_torch() -> None:
     damped, damping = torch.tensor([[3], [7]]), torch.zeros(2, 1)  # inf · 0
     check(residual, torch.randn(2, 50), 5, damped, damping)
     assert residual[1, 7] == 0
-
-
-def test_short_rows_on_the_cpu_go_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    short = torch.zeros(3, 100)
-    assert dispatch.kernel_for(short, short.half()) is small_rows
-    for other in (torch.zeros(100, 3).T, short.bfloat16(), short.to("meta")):
-        assert dispatch.kernel_for(other, short) is reference
-    monkeypatch.setenv(dispatch.VARIABLE, "reference")
-    assert dispatch.kernel_for(short, short) is reference

@@ -1,7 +1,5 @@
 """The race of the GPT, short: real ranks on a relayed link learn what the simulator recorded, bit for bit."""
 
-import argparse
-import inspect
 import json
 from pathlib import Path
 
@@ -29,17 +27,15 @@ METHODS = (
 
 
 @pytest.fixture(scope="module")
-def picked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def picked(text_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("picked")
-    text = folder / "text"
-    text.write_text(inspect.getsource(argparse)[:30_000])
     config = CompareConfig(
         task="gpt", num_workers=2, num_steps=12, batch_size=2, num_layers=1, width=16, context=16,
-        seeds="1-1", num_evaluations=4, lr=(0.1,), densities=(0.05,), data=str(text),
+        seeds="1-1", num_evaluations=4, lr=(0.1,), densities=(0.05,), data=text_file,
         algorithms=",".join(METHODS),
     )  # fmt: skip
-    COMPARE.record(config, folder / "run", command="")
-    return folder / "run"
+    COMPARE.record(config, folder, command="")
+    return folder
 
 
 def test_the_race(picked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.slow_network.__main__ import main
 from benchmarks.slow_network.results import with_headers
-from tests.slow_network.network import needs_namespaces
+from tests.slow_network.test_namespaces import needs_namespaces
 
 
 @needs_namespaces

@@ -5,16 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.slow_network.__main__ import main
-from benchmarks.slow_network.links import KernelLinks, links_of
+from benchmarks.slow_network.links import KernelLinks, links_of, why_no_kernel_links
 from benchmarks.slow_network.namespaces import PREFIX, Namespaces, command, existing, left_behind
 from tests.processes import ended
-from tests.slow_network.network import needs_namespaces
 
+# a container's root may lack the right, a kernel the modules
+reason = why_no_kernel_links(latency_s=0.0)
+needs_namespaces: Callable[..., Any] = pytest.mark.skipif(reason is not None, reason=str(reason))
 REPOSITORY = Path(__file__).parents[2]
 ECHO = """
 import socket, sys

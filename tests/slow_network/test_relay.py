@@ -52,10 +52,6 @@ def received(end: socket.socket, num_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def counts(links: RelayedLinks, rank: int) -> dict[str, float]:
-    return ask(links.surroundings(rank)[SOCKET], counts_of=rank)
-
-
 def test_latency_bandwidth_and_counts(links: RelayedLinks) -> None:
     with connection(links, 0, 1) as (near, far):
         start = time.perf_counter()
@@ -66,7 +62,7 @@ def test_latency_bandwidth_and_counts(links: RelayedLinks) -> None:
         assert time.perf_counter() - start >= 2 * LATENCY_S + LINK_S
         near.shutdown(socket.SHUT_WR)
         assert far.recv(1) == b""  # the end passes too
-    found = {rank: counts(links, rank) for rank in range(3)}
+    found = {rank: ask(links.surroundings(rank)[SOCKET], counts_of=rank) for rank in range(3)}
     assert found[0]["sent"] == found[1]["received"] == wire_bytes(1)
     # chunks of it end between frames
     assert found[1]["sent"] == found[0]["received"] == pytest.approx(wire_bytes(len(MESSAGE)), rel=0.01)

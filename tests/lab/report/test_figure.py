@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from regtopk.lab.report.figure import draw_all, drawings_of, styles_of_run
-from regtopk.lab.report.page import write_report
 from regtopk.lab.report.style import FEW, MAX_COLOURS
-from regtopk.lab.runs import Panel, Run, RunWriter, make_header
+from regtopk.lab.runs import Panel, Run, make_header
+from tests.lab.report.test_page import page_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,11 +99,7 @@ def test_a_single_evaluation_is_drawn_as_a_point() -> None:
 
 
 def write(run: Run, folder: Path) -> str:
-    with RunWriter(folder, run.header) as writer:
-        for record in run.records:
-            writer.add(record)
-        writer.finish(run.summary)
-    return write_report(folder).read_text(encoding="utf-8")
+    return page_of(folder, run.header, run.summary, run.records)
 
 
 def test_page_of_twenty_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

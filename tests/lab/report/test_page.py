@@ -10,7 +10,7 @@ import pytest
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.lab.report import write_report
 from regtopk.lab.report.style import METHODS, styles_of
-from regtopk.lab.runs import CONFIG, METRICS, SUMMARY, Panel, RunWriter, make_header, write_json
+from regtopk.lab.runs import CONFIG, METRICS, SUMMARY, Panel, Record, RunWriter, make_header, write_json
 
 LINES = Panel("Lines < & >", "iteration", "loss", "iteration", "loss", {"density": 0.5}, log_y=True)
 PANELS = (
@@ -19,7 +19,7 @@ PANELS = (
 )
 WORDS = {"title": "A <title>", "about": "What & why.", "command": "regtopk reproduce e"}
 HEADER = make_header("e", **WORDS, config={"lr": 0.1}, panels=PANELS)
-POINT = {"iteration": 0, "density": 0.5, "loss": 1.0, "step": 1}
+POINT: Record = {"iteration": 0, "density": 0.5, "loss": 1.0, "step": 1}
 
 
 def write_run(folder: Path) -> None:
@@ -32,11 +32,11 @@ def write_run(folder: Path) -> None:
         writer.finish({"table": [{"measure": "final loss", "topk": 1.34e-9, "regtopk": 0.5}]})
 
 
-def page_of(folder: Path, header: dict[str, Any], summary: dict[str, Any], *methods: str) -> str:
-    """The page of a run with one point of each method."""
+def page_of(folder: Path, header: Any, summary: Any, records: list[Record] | None = None) -> str:
+    """The page of a run, with one point of Top-k unless told."""
     with RunWriter(folder, header) as writer:
-        for method in methods or ("topk",):
-            writer.add({"method": method, **POINT})
+        for record in records or [{"method": "topk", **POINT}]:
+            writer.add(record)
         writer.finish(summary)
     return write_report(folder).read_text(encoding="utf-8")
 
@@ -121,7 +121,8 @@ def test_a_place_is_marked(tmp_path: Path) -> None:
 
 
 def test_a_method_named_like_a_formula(tmp_path: Path) -> None:
-    assert "$\\frac$" in page_of(tmp_path, HEADER, {"table": []}, "$\\frac$", "$a$")
+    records = [{"method": method, **POINT} for method in ("$\\frac$", "$a$")]
+    assert "$\\frac$" in page_of(tmp_path, HEADER, {"table": []}, records)
     assert "$a$" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
 
 

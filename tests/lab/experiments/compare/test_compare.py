@@ -13,6 +13,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.experiment import ShowProgress, silent
 from regtopk.lab.experiments.tasks import Problem
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
@@ -21,9 +22,11 @@ pytestmark = pytest.mark.usefixtures("small_products")
 SMALL: dict[str, Any] = {"num_steps": 12, "num_evaluations": 3, "num_workers": 4, "batch_size": 8}
 
 
-def compare(folder: Path, *, resume: bool = False, **settings: Any) -> dict[str, Any]:
+def compare(
+    folder: Path, *, resume: bool = False, progress: ShowProgress = silent, **settings: Any
+) -> dict[str, Any]:
     config = CompareConfig(**{**SMALL, **settings})
-    return COMPARE.record(config, folder, command="regtopk compare", resume=resume)
+    return COMPARE.record(config, folder, command="regtopk compare", resume=resume, progress=progress)
 
 
 def test_every_algorithm_trains_on_digits(tmp_path: Path) -> None:
@@ -163,6 +166,9 @@ def test_gradients_are_each_workers_own() -> None:
     assert float(loss) > 0
 
 
+NOT_OF_THE_TOY: list[dict[str, Any]] = [{"num_workers": 3}, {"split": "sorted"}, {"width": 8}]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -209,6 +215,26 @@ def test_gradients_are_each_workers_own() -> None:
             "^every must have a number for each of 3 workers, got 'topk:exchange=updates:every=4/2'$",
         ),
         ({"bad_worker": 0.0}, r"bad_worker must be in \(0, inf\), got 0.0"),
+        *(({"task": "toy", "algorithms": "topk", **wrong}, next(iter(wrong))) for wrong in NOT_OF_THE_TOY),
+        (
+            {"algorithms": "dense,topk:optimizer=muon"},
+            "^optimizer must not be muon for digits, whose model has no blocks of matrices, got "
+            "'topk:optimizer=muon'$",
+        ),
+        ({"task": "gpt", "tokens": "words"}, "tokens must be one of characters, bytes, gpt2, got 'words'"),
+        ({"task": "digits", "tokens": "bytes"}, "tokens is fixed for digits: do not give it, got 'bytes'"),
+        # alternatives that are searched
+        ({"algorithms": "topk:lr=0.1|fast"}, "lr must be positive and finite, got 'fast'"),
+        ({"algorithms": "topk:lr=0.1|"}, "lr must be positive and finite, got ''"),
+        ({"algorithms": "topk:value_code=4bit|5bit"}, "value_code .*'5bit'"),
+        ({"algorithms": "topk:exchange=updates:every=2|7"}, "every must divide num_steps = 300, .*every=7'"),
+        ({"algorithms": "topk:exchange=updates:outer=none|sgd:outer_lr=1"}, "outer_lr .* need an outer"),
+        (
+            {"algorithms": "topk:density=0.1|0.10"},
+            r"^density must have different values, got 0.1, 0.10 in 'topk:density=0.1\|0.10'$",
+        ),
+        ({"algorithms": "topk,topk:lr=0.2|0.1", "lr": (0.1, 0.2)}, "methods must be different"),
+        ({"num_search_runs": -1}, "num_search_runs must be an integer of at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -1,8 +1,7 @@
 """`compare gpt`: against plain torch loops, at equal bytes, resumed, and what is refused."""
 
-import argparse
-import inspect
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.experiments.tasks import Problem
@@ -21,6 +19,7 @@ from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
+from tests.lab.experiments.compare import test_compare
 
 pytestmark = pytest.mark.usefixtures("small_products")
 TINY: dict[str, Any] = {
@@ -28,22 +27,12 @@ TINY: dict[str, Any] = {
     "context": 16, "num_evaluations": 3,
 }  # fmt: skip
 SHORT: dict[str, Any] = {"num_steps": 8, "num_evaluations": 1}
+compare: Any = partial(test_compare.compare, **TINY)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text(inspect.getsource(argparse)[:30_000])
-    return str(path)
-
-
-def compare(folder: Path, *, resume: bool = False, **settings: Any) -> dict[str, Any]:
-    return COMPARE.record(CompareConfig(**{**TINY, **settings}), folder, command="", resume=resume)
-
-
-def trained(method: str, data: str) -> tuple[Gpt, Tensor]:
+def trained(method: str, text_file: str) -> tuple[Gpt, Tensor]:
     """The task, and where a method of the product ends."""
-    config = CompareConfig(**TINY, data=data, algorithms=method)
+    config = CompareConfig(**TINY, data=text_file, algorithms=method)
     task = Problem(config).task([0])
     assert isinstance(task, Gpt)
     own = config.methods[0]
@@ -82,8 +71,8 @@ def mean_grads(network: nn.Module, task: Gpt, step: int) -> None:
 
 
 @pytest.mark.parametrize(("words", "beta2"), [("", 0.95), (":beta2=0.5", 0.5)])
-def test_dense_gradients_are_a_plain_loop_with_adamw(words: str, beta2: float, data: str) -> None:
-    task, found = trained(f"dense{words}", data)
+def test_dense_gradients_are_a_plain_loop_with_adamw(words: str, beta2: float, text_file: str) -> None:
+    task, found = trained(f"dense{words}", text_file)
     network = Gpt.make_network(task.config, task.examples, seed=0)
     optimizer, schedule = adamw(network, beta2)
     for step in range(TINY["num_steps"]):
@@ -104,9 +93,9 @@ def test_dense_gradients_are_a_plain_loop_with_adamw(words: str, beta2: float, d
     ],
 )
 def test_updates_are_a_plain_loop_of_workers_with_their_own_adamw(
-    words: str, every: int, outer: dict[str, Any] | None, data: str
+    words: str, every: int, outer: dict[str, Any] | None, text_file: str
 ) -> None:
-    task, found = trained(f"dense:exchange=updates:{words}", data)
+    task, found = trained(f"dense:exchange=updates:{words}", text_file)
     shared = Gpt.make_network(task.config, task.examples, seed=0)
     outer_optimizer = torch.optim.SGD(shared.parameters(), **(outer or {"lr": 1.0}))
     workers = [Gpt.make_network(task.config, task.examples, seed=0) for _ in range(4)]
@@ -128,9 +117,9 @@ def test_updates_are_a_plain_loop_of_workers_with_their_own_adamw(
 
 
 @pytest.mark.parametrize(("words", "decay"), [("", 0.1), (":weight_decay=0", 0.0), (":weight_decay=2", 2.0)])
-def test_sgdw_decays_matrices_and_clips_nothing(words: str, decay: float, data: str) -> None:
+def test_sgdw_decays_matrices_and_clips_nothing(words: str, decay: float, text_file: str) -> None:
     """As DeMo needs it, whose aggregate is a vector of signs."""
-    task, found = trained(f"dense:optimizer=sgdw{words}", data)
+    task, found = trained(f"dense:optimizer=sgdw{words}", text_file)
     network = Gpt.make_network(task.config, task.examples, seed=0)
     for step in range(TINY["num_steps"]):
         lr = 0.004 * (step + 1) / 100
@@ -156,20 +145,17 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
 
 def test_updates_of_plain_sgd_are_its_gradients(tmp_path: Path) -> None:
     """On a task whose network torch.func differentiates: after each step, the mean of the models."""
-    settings: dict[str, Any] = {"num_steps": 12, "num_workers": 4, "batch_size": 8, "num_evaluations": 1}
-    methods = "dense,dense:exchange=updates"
-    config = CompareConfig(task="digits", algorithms=methods, **settings)
-    COMPARE.record(config, tmp_path, command="")
+    test_compare.compare(tmp_path, algorithms="dense,dense:exchange=updates", num_evaluations=1)
     losses = [r["loss"] for r in read_records(tmp_path)]
     assert losses[1] == pytest.approx(losses[3], rel=1e-5) and losses[1] < losses[0]
 
 
-def test_bytes_are_counted_by_local_steps(tmp_path: Path, data: str) -> None:
+def test_bytes_are_counted_by_local_steps(tmp_path: Path, text_file: str) -> None:
     methods = "dense,dense:exchange=updates:every=4,topk:value_code=4bit:exchange=updates:every=2,topk"
-    summary = compare(tmp_path, algorithms=methods, like="topk:0.02:raw32:float32", data=data, **SHORT)
+    summary = compare(tmp_path, algorithms=methods, like="topk:0.02:raw32:float32", data=text_file, **SHORT)
     dense, diloco, updates, topk = (r["payload_bytes_per_step"] for r in summary["results"])
     assert diloco == dense / 4
-    numel = Problem(CompareConfig(**TINY, data=data)).task([0]).layout.numel
+    numel = Problem(CompareConfig(**TINY, data=text_file)).task([0]).layout.numel
     budget = 32 + 8 * round(0.02 * numel)
     assert 0.98 * budget <= updates <= budget and 0.98 * budget <= topk <= budget
     densities = [r["density"] for r in summary["results"]]
@@ -177,9 +163,9 @@ def test_bytes_are_counted_by_local_steps(tmp_path: Path, data: str) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_what_a_run_ends_with_and_what_the_page_says(tmp_path: Path, data: str) -> None:
+def test_what_a_run_ends_with_and_what_the_page_says(tmp_path: Path, text_file: str) -> None:
     methods = "dense,topk:lr=0.001,dense:exchange=updates:every=4:outer=nesterov"
-    summary = compare(tmp_path, algorithms=methods, lr=(1e-6, 0.05), seeds="1,2", data=data, **SHORT)
+    summary = compare(tmp_path, algorithms=methods, lr=(1e-6, 0.05), seeds="1,2", data=text_file, **SHORT)
     assert (summary["metric"], summary["better"]) == ("test_loss", "smaller")
     records = read_records(tmp_path)
     for result in summary["results"]:
@@ -198,9 +184,9 @@ def test_what_a_run_ends_with_and_what_the_page_says(tmp_path: Path, data: str) 
     assert "test loss, nats (smaller is better)" in page and "text_sha256" in page
 
 
-def test_a_slice_of_another_text_is_refused(tmp_path: Path, data: str) -> None:
-    compare(tmp_path / "run", algorithms="dense", data=data, num_steps=4)
+def test_a_slice_of_another_text_is_refused(tmp_path: Path, text_file: str) -> None:
+    compare(tmp_path / "run", algorithms="dense", data=text_file, num_steps=4)
     other = tmp_path / "other"
-    other.write_text(Path(data).read_text()[::-1])
+    other.write_text(Path(text_file).read_text()[::-1])
     with pytest.raises(Exception, match="text_sha256 must be"):
         compare(tmp_path / "run", algorithms="topk", data=str(other), num_steps=4, resume=True)

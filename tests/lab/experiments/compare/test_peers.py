@@ -18,16 +18,12 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """With a record of what was picked: the first value of each list."""
     records = []
     for row in peers.ROWS.values():
-        picked = {"lr": 0.004, **_first_values(row.words)}
+        lists = (option.split("=") for option in row.words.split(":")[1:] if "|" in option)
+        picked = {"lr": 0.004, **{key: values.split("|")[0] for key, values in lists}}
         records.append(json.dumps({"method": row.words, "search": {"picked": picked}}))
     (tmp_path / "metrics.jsonl").write_text("\n".join(records) + "\n")
     monkeypatch.setattr(peers.words_for, "__defaults__", (tmp_path,))
     return peers.TABLES[request.param]
-
-
-def _first_values(words: str) -> dict[str, str]:
-    options = [option.split("=") for option in words.split(":")[1:]]
-    return {key: value.split("|")[0] for key, value in options if "|" in value}
 
 
 def test_every_row_of_a_table_can_be_built_and_searched(table: peers.Table) -> None:

@@ -1,31 +1,21 @@
 """The search of hyperparameters: which points are tried, what is kept of it, and how it goes on."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare import comparison
-from regtopk.lab.experiments.compare.comparison import COMPARE
-from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.compare.search import find_best
-from regtopk.lab.experiments.experiment import ShowProgress, silent
-from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.method import Grid, GridPoint
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
+from tests.lab.experiments.compare import test_compare
 
-SMALL: dict[str, Any] = {"num_steps": 8, "num_evaluations": 1, "num_workers": 4, "batch_size": 8}
 UPDATES = "topk:exchange=updates:every=1|2|4:value_code=float32|4bit"
-
-
-def compare(
-    folder: Path, *, resume: bool = False, progress: ShowProgress = silent, **settings: Any
-) -> dict[str, Any]:
-    config = CompareConfig(**{**SMALL, **settings})
-    return COMPARE.record(config, folder, command="regtopk compare", resume=resume, progress=progress)
+compare = partial(test_compare.compare, num_steps=8, num_evaluations=1)
 
 
 @pytest.fixture
@@ -140,30 +130,3 @@ def test_a_choice_from_before_searches_were_recorded_is_kept(
     compare(tmp_path, algorithms="topk", lr=(1e-6, 0.2), seeds="2,", resume=True)
     assert trained == [("topk", 0.2, [2])]
     assert read_records(tmp_path)[-1]["tuning"] == records[0]["tuning"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"algorithms": "topk:lr=0.1|fast"}, "lr must be positive and finite, got 'fast'"),
-        ({"algorithms": "topk:lr=0.1|"}, "lr must be positive and finite, got ''"),
-        ({"algorithms": "topk:value_code=4bit|5bit"}, "value_code .*'5bit'"),
-        ({"algorithms": "topk:exchange=updates:every=2|7"}, "every must divide num_steps = 300, .*every=7'"),
-        ({"algorithms": "topk:exchange=updates:outer=none|sgd:outer_lr=1"}, "outer_lr .* need an outer"),
-        (
-            {"algorithms": "topk:density=0.1|0.10"},
-            r"^density must have different values, got 0.1, 0.10 in 'topk:density=0.1\|0.10'$",
-        ),
-        ({"algorithms": "topk,topk:lr=0.2|0.1", "lr": (0.1, 0.2)}, "methods must be different"),
-        ({"num_search_runs": -1}, "num_search_runs must be an integer of at least 0, got -1"),
-    ],
-)
-def test_bad_alternatives_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        CompareConfig(**settings)
-
-
-def test_a_training_on_ranks_searches_nothing() -> None:
-    message = r"^options of a training must have one value each, got 'topk:lr=0.1\|0.2'$"
-    with pytest.raises(ArgumentError, match=message):
-        TrainConfig(algorithms="topk:lr=0.1|0.2")

@@ -10,6 +10,7 @@ import torch
 
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data import images
+from regtopk.lab.experiments.data.examples import _fingerprint, of_images
 from regtopk.lab.experiments.data.images import load_images
 
 ROOT = Path(__file__).parents[4]
@@ -141,3 +142,18 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
 def test_a_path_without_the_data_is_refused(tmp_path: Path, name: str, has_path: bool, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         load_images(name, tmp_path if has_path else None, "cpu")
+
+
+def test_fingerprints_tell_images_and_labels_apart() -> None:
+    images, labels = torch.randint(256, (2000, 3, 4, 4)) / 255, torch.arange(2000) % 10
+    same = _fingerprint(images, labels)
+    assert _fingerprint(images + 1e-6, labels) == same  # as another device may round
+    assert _fingerprint(images.add(0.01).clamp(max=1), labels) != same
+    assert _fingerprint(images, labels.roll(1)) != same
+
+
+def test_examples_have_one() -> None:
+    first, again = (of_images("digits", "", "cpu") for _ in range(2))
+    assert first.fingerprint == again.fingerprint and len(first.fingerprint) == 16
+    assert first.train.shape == (1437, 8, 8, 1) and first.test.shape == (360, 8, 8, 1)
+    assert first.num_classes == 10 and abs(float(first.train.mean())) < 1e-5

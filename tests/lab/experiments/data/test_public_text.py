@@ -21,7 +21,7 @@ from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.data import files, gpt2
 from regtopk.lab.experiments.data import text as texts
 from regtopk.lab.experiments.data.files import PublicFile
-from regtopk.lab.experiments.data.text import fetch_text, load_text, torch_sources, windows
+from regtopk.lab.experiments.data.text import Text, fetch_text, load_text, torch_sources, windows
 from regtopk.lab.experiments.networks import engine
 from regtopk.lab.experiments.tasks import Problem, deep
 from regtopk.lab.experiments.tasks.deep import Gpt
@@ -67,8 +67,7 @@ def test_a_text_is_fetched_once_and_read_as_bytes(folder: Path, tmp_path: Path) 
     assert answer.stdout == f"enwik8 has {NUM_BYTES:,} tokens (bytes); files are kept in {folder}\n"
     (tmp_path / "enwik8").unlink()  # the public one
     text = fetch_text(Path("enwik8"), "bytes")
-    assert text.validation is not None
-    parts = [bytes(part.tolist()) for part in (text.train, text.validation, text.test)]
+    parts = parts_of(text)
     assert b"".join(parts) == CONTENTS["enwik8"] and "".join(part.decode() for part in parts) == TEXT
     assert all(abs(len(part) - share * NUM_BYTES) <= 20 for part, share in zip(parts, SHARES, strict=True))
     assert text.vocabulary_size == 256 and text.sha256 == sha256(TEXT.encode()).hexdigest()
@@ -81,10 +80,8 @@ def test_characters_of_a_text_are_never_cut(tmp_path: Path) -> None:
     for length in range(200, 212):
         content = "€" * length + "x" * (length % 3)
         (tmp_path / "text").write_text(content, encoding="utf-8")
-        text = load_text(tmp_path / "text", tokens="bytes", window=1)
-        assert text.validation is not None
-        parts = (text.train, text.validation, text.test)
-        assert "".join(bytes(part.tolist()).decode() for part in parts) == content
+        parts = parts_of(load_text(tmp_path / "text", tokens="bytes", window=1))
+        assert "".join(part.decode() for part in parts) == content
 
 
 def test_what_is_not_there_or_not_the_public_file_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -123,7 +120,8 @@ def test_tokens_of_gpt2_are_those_of_the_whole_text_and_kept(
     assert text.validation is not None and text.token_bytes is not None
     whole = tokenizers.ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
     parts, bytes_of = (text.train, text.validation, text.test), {x: byte for byte, x in LETTERS.items()}
-    for part, as_bytes in zip(parts, load_parts(), strict=True):
+    own_bytes = parts_of(load_text(Path("enwik8"), tokens="bytes", window=1))
+    for part, as_bytes in zip(parts, own_bytes, strict=True):
         assert part.tolist() == whole.encode(as_bytes.decode()).ids
         assert bytes(bytes_of[x] for token in part.tolist() for x in WORDS[token]) == as_bytes
         assert int(text.token_bytes[part].sum()) == len(as_bytes)
@@ -141,8 +139,8 @@ def test_tokens_of_gpt2_are_those_of_the_whole_text_and_kept(
         load_text(Path("enwik8"), tokens="gpt2", window=9)
 
 
-def load_parts() -> list[bytes]:
-    text = load_text(Path("enwik8"), tokens="bytes", window=1)
+def parts_of(text: Text) -> list[bytes]:
+    """Of one whose tokens are bytes."""
     assert text.validation is not None
     return [bytes(part.tolist()) for part in (text.train, text.validation, text.test)]
 
@@ -203,12 +201,8 @@ def test_losses_are_in_bits_per_byte_of_what_is_predicted(
             assert quality["bits_per_byte"] == pytest.approx(float(nats) / math.log(2) / num_bytes, rel=1e-5)
 
 
-def test_tokens_are_a_setting_of_gpt_alone() -> None:
+def test_tokens_are_characters_unless_given() -> None:
     assert CompareConfig("gpt").shared["tokens"] == "characters"
-    with pytest.raises(ArgumentError, match="tokens must be one of characters, bytes, gpt2, got 'words'"):
-        CompareConfig("gpt", tokens="words")
-    with pytest.raises(ArgumentError, match="tokens is fixed for digits: do not give it, got 'bytes'"):
-        CompareConfig("digits", tokens="bytes")
 
 
 def test_a_file_is_read_character_by_character(tmp_path: Path) -> None:

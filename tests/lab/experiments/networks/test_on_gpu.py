@@ -14,16 +14,15 @@ from regtopk.lab.experiments.data.examples import Examples
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.flat import flatten
-from regtopk.lab.experiments.paper.fig3 import FIG3, PRESETS
+from regtopk.lab.experiments.paper.fig3 import PRESETS
 from regtopk.lab.experiments.tasks import Problem, Task, deep
 from regtopk.lab.experiments.training.trainer import Trainer
-from regtopk.lab.runs import read_records
+from tests.lab.experiments.compare.test_slices import run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
 Found = tuple[Tensor, Tensor]  # gradients and losses
 
 
@@ -57,13 +56,7 @@ def test_deterministic_runs_are_the_same_bits(tmp_path: Path) -> None:
     methods = "dense,topk,regtopk:mu=1,dgc,consensus:value_code=4bit,global-topk,randomk,sketch"
     smoke = CompareConfig(**{**PRESETS["smoke"], "device": "cuda"})
     config = replace(smoke, deterministic=True, algorithms=methods, num_steps=30, num_evaluations=6)
-    for name in ("first", "again"):
-        FIG3.record(config, tmp_path / name, command="")
-    first, again = (
-        [tuple(r[name] for name in MEASURED) for r in read_records(tmp_path / run)]
-        for run in ("first", "again")
-    )
-    assert first == again
+    assert run(config, tmp_path / "first") == run(config, tmp_path / "again")
 
 
 def make_gpts(folder: Path, **settings: Any) -> tuple[CompareConfig, Task]:

@@ -50,19 +50,3 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
     assert "--deterministic" in header["command"] and header["config"]["deterministic"]
     again = [*command, "--algorithms", "dense", "--resume"]
     assert json.loads(runner.invoke(app, again, catch_exceptions=False).stdout) == summary
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["fig3", "--preset", "papr"], "preset must be one of"),
-        (["fig3", "--set", "task=digits"], "task must be given as the command's own argument"),
-        (["fig3"], "data must be given for cifar10"),
-        (["fig1", "--set", "algorithms=topk"], "num_iterations, lr, mu, w_1, device, got 'algorithms'"),
-    ],
-)
-def test_bad_words_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
-    found = runner.invoke(app, ["reproduce", *words, "--out", str(tmp_path / "out")])
-    assert found.exit_code == 2
-    assert message in found.stderr
-    assert not (tmp_path / "out").exists()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.experiment import silent
@@ -88,9 +87,3 @@ def test_on_the_toy_topk_stands_still_and_regtopk_follows_dense(tmp_path: Path) 
 def test_all_approach_the_optimum_of_the_regression(tmp_path: Path) -> None:
     distances = finals(tmp_path, task="linreg", densities=(0.5,), num_steps=200, num_workers=4, seeds="2")
     assert all(0 < distance < 2 for distance in distances.values())
-
-
-@pytest.mark.parametrize("wrong", [{"num_workers": 3}, {"split": "sorted"}, {"width": 8}])
-def test_settings_that_the_toy_does_not_have(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=next(iter(wrong))):
-        CompareConfig(task="toy", algorithms="topk", **wrong)

@@ -30,6 +30,10 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
         ({"split": "sorted"}, "split is a setting of regtopk compare alone, got 'sorted'"),
         ({"like": "topk:0.1:raw32:float32"}, "like is a setting of regtopk compare alone"),
         ({"data": "text.txt"}, "data must be empty for digits, which scikit-learn has, got 'text.txt'"),
+        (
+            {"algorithms": "topk:lr=0.1|0.2"},
+            r"^options of a training must have one value each, got 'topk:lr=0.1\|0.2'$",
+        ),
         ({"batch_size": 719}, "batch_size must be at most 718 for 1437 digits, got 719"),
     ],
 )

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.data.examples import Examples
@@ -14,21 +13,14 @@ from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.experiments.paper.fig3 import PRESETS
 from regtopk.lab.experiments.tasks.deep import SmallCnnTask
 from regtopk.lab.experiments.training.trainer import Trainer
+from tests.lab.experiments.networks.test_engine import make_examples, plain_grad
 
-NUM_EXAMPLES = 60
 LR = 0.1
 
 
 def make_config(**settings: Any) -> CompareConfig:
     tiny = {"algorithms": "dense", "num_workers": 3, "batch_size": 5, "num_steps": 2, "lr": (LR,)}
     return CompareConfig(**{**PRESETS["smoke"], **tiny, **settings})
-
-
-def make_examples() -> Examples:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(NUM_EXAMPLES, 8, 8, 3, generator=generator)
-    labels = torch.randint(10, (NUM_EXAMPLES,), generator=generator)
-    return Examples(images, labels, images[:30], labels[:30], labels, 10)
 
 
 def make_trainer(config: CompareConfig) -> Trainer:
@@ -41,13 +33,8 @@ def grads_of_seed(config: CompareConfig, examples: Examples, seed: int) -> tuple
     """Of every worker: torch's own gradient of its first batch, flat, and the size of its shard."""
     network = SmallCnnTask.make_network(config, examples, seed)
     shards = divide(examples.labels, config.num_workers, config.split, seed)
-    grads = []
-    for rows in batch_order(shards, config.batch_size, config.num_steps, seed)[0]:
-        scores = network(examples.train[rows].permute(0, 3, 1, 2))
-        loss = F.cross_entropy(scores, examples.train_targets[rows])
-        parts = torch.autograd.grad(loss, list(network.parameters()))
-        grads.append(torch.cat([(p.permute(0, 2, 3, 1) if p.dim() == 4 else p).flatten() for p in parts]))
-    return grads, [len(shard) for shard in shards]
+    first = batch_order(shards, config.batch_size, config.num_steps, seed)[0]
+    return [plain_grad(network, examples, rows)[0] for rows in first], [len(shard) for shard in shards]
 
 
 @pytest.mark.parametrize("split", ["dirichlet", "iid"])
@@ -58,7 +45,7 @@ def test_a_worker_weighs_what_its_shard_does(split: str) -> None:
     for params, seed in zip(trainer.models, config.chosen_seeds, strict=True):
         grads, sizes = grads_of_seed(config, examples, seed)
         assert len(set(sizes)) == (1 if split == "iid" else 3)
-        aggregate = torch.stack([n / NUM_EXAMPLES * g for n, g in zip(sizes, grads, strict=True)]).sum(0)
+        aggregate = torch.stack([n / sum(sizes) * g for n, g in zip(sizes, grads, strict=True)]).sum(0)
         expected = flatten(SmallCnnTask.make_network(config, examples, seed)) - LR * aggregate
         torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-6)
 
