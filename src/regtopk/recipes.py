@@ -48,7 +48,7 @@ class ExchangeRecipe:
     @property
     def trips(self) -> float:
         """How often messages cross the network per step."""
-        per_exchange = 1 if self.algorithm.returned is None else 3
+        per_exchange = 1 if self.algorithm.returned is None else 2
         return per_exchange * self.fragments / self.every
 
     def received_bytes(self, numel: int, num_workers: int) -> float:

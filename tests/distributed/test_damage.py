@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -19,32 +20,31 @@ from tests.distributed.ranks import Ranks
 
 J = 1000
 WEIGHT = torch.tensor(0.5)
-FLIPPED, TOO_LONG = 40, 1 << 60
+FLIPPED, TOO_LONG = 60, 1 << 60
 
 
 class FlipsABit(Collectives):
-    """A network that damages what rank 0 gets from rank 1."""
+    """A network that damages what rank 0 gets from rank 1, but what tells of lengths."""
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         received = super().all_to_all(parts, sizes)
-        if self.rank == 0 and received[1].dtype == torch.uint8:  # not the sizes
+        if self.rank == 0 and len(received[1]) > FLIPPED:
             received[1][FLIPPED] ^= 1
         return received
 
 
-def boasting(tensor: Tensor) -> Tensor:
-    """Sizes, or a message's first numbers, that cannot be."""
-    return torch.full_like(tensor.view(torch.int64), TOO_LONG).view(tensor.dtype)
+def boasting(head: Tensor) -> Tensor:
+    """What goes before a message, with lengths and counts that cannot be."""
+    first, *numbers, _ = head.view(torch.int64).tolist()
+    row = [first, *(TOO_LONG for _ in numbers)]
+    return torch.tensor([*row, crc32(repr(row).encode())]).view(torch.uint8)
 
 
 class Boasts(Collectives):
     """A rank 1 that announces far more than it sends."""
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return super().all_gather(boasting(tensor) if self.rank == 1 else tensor)
-
-    def all_to_all_rows(self, rows: Tensor) -> Tensor:
-        return super().all_to_all_rows(boasting(rows) if self.rank == 1 else rows)
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        return super().all_to_all([*map(boasting, parts)] if self.rank == 1 else parts, sizes)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return super().broadcast(torch.full_like(tensor, TOO_LONG) if self.rank == 1 else tensor, source)

@@ -1,14 +1,20 @@
 """Messages whose lengths only their senders know: one trip as soon as the last ones foretell them."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from regtopk import Exchange, TopK
+from regtopk.distributed.transport import told
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
-from regtopk.distributed.transport.told import Received, Sent, exchange
+from regtopk.distributed.transport.rooms import Rooms
+from regtopk.distributed.transport.told import Received, Sent
 from regtopk.errors import ClusterError
 from tests.distributed.ranks import on_ranks
 
@@ -27,13 +33,18 @@ class Counts(Collectives):
         self.num_trips += 1
         return super().all_gather(tensor)
 
-    def all_to_all_rows(self, rows: Tensor) -> Tensor:
-        self.num_trips += 1
-        return super().all_to_all_rows(rows)
-
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         self.num_trips += 1
         return super().all_to_all(parts, sizes)
+
+
+class FlipsABit(Collectives):
+    """A network that damages what tells rank 0 how long rank 1's message is."""
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        received = super().all_to_all(parts, sizes)
+        received[1][8] ^= self.rank == 0
+        return received
 
 
 def message(source: int, to: int, base: int, place: int) -> Tensor:
@@ -58,6 +69,7 @@ def test_what_is_sent_arrives_in_one_trip(num_vectors: int) -> None:
     mine, places = collectives.rank, range(num_vectors)
     for base, num_trips in zip(BASES, TRIPS, strict=True):
         before = collectives.num_trips
+        collectives.rooms.begin()
 
         def had(source: int, to: int, place: int, base: int = base) -> Tensor:
             return message(source, to, base, place)
@@ -66,11 +78,11 @@ def test_what_is_sent_arrives_in_one_trip(num_vectors: int) -> None:
         sent = [
             Sent([had(mine, to, place) for to in range(4)], [counts[place]] * 4, LIMITS) for place in places
         ]
-        check(exchange(collectives, sent), partial(had, to=mine))
+        check(told.exchange(collectives, sent), partial(had, to=mine))
         assert collectives.num_trips - before == num_trips, base
 
         sent = [Sent([had(mine, 0, place)], [counts[place]], LIMITS) for place in places]
-        check(exchange(collectives, sent), partial(had, to=0))
+        check(told.exchange(collectives, sent), partial(had, to=0))
         assert collectives.num_trips - before == 2 * num_trips, base
 
 
@@ -81,7 +93,7 @@ def test_a_count_that_cannot_be_is_refused_by_those_too_whom_it_is_not_for() -> 
     with pytest.raises(
         ClusterError, match=f"^rank 1 announces {1 << 60} bytes or entries, but there can be 0 to 100:"
     ):
-        exchange(collectives, [Sent([torch.zeros(8, dtype=torch.uint8)] * 4, counts, LIMITS)])
+        told.exchange(collectives, [Sent([torch.zeros(8, dtype=torch.uint8)] * 4, counts, LIMITS)])
 
 
 @on_ranks(4)
@@ -89,7 +101,47 @@ def test_long_messages_go_round_a_ring_without_room_to_spare() -> None:
     collectives = Counts(group_or_default(None))
     long = torch.full(((1 << 17) + collectives.rank,), collectives.rank, dtype=torch.uint8)
     for _ in range(2):
-        (found,) = exchange(collectives, [Sent([long], [0], LIMITS)])
+        collectives.rooms.begin()
+        (found,) = told.exchange(collectives, [Sent([long], [0], LIMITS)])
         assert all(torch.equal(each, torch.full_like(each, n)) for n, each in enumerate(found.messages))
         assert found.sizes == [(1 << 17) + n for n in range(4)]
     assert collectives.num_trips == 4
+
+
+@on_ranks(2)
+def test_a_head_that_is_damaged_is_refused_by_its_receiver() -> None:
+    collectives = FlipsABit(group_or_default(None))
+    sent = [Sent([torch.empty(0, dtype=torch.uint8)] * 2, [5, 5], LIMITS)]
+    if collectives.rank == 1:
+        told.exchange(collectives, sent)
+    else:
+        with pytest.raises(ClusterError, match="the length of a message must arrive as rank 1 sent it"):
+            told.exchange(collectives, sent)
+
+
+@on_ranks(4)
+def test_ranks_that_failed_in_different_places_go_on_from_a_saved_state() -> None:
+    """Rank 0 is interrupted before it notes how long the messages were, the others afterwards."""
+    model = torch.nn.Linear(40, 400)
+    algorithm = TopK(density=0.05, returned=0.05)
+    exchange = Exchange(model, algorithm)
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        exchange.step()
+
+    for number in range(3):
+        step(number)
+    saved = deepcopy(exchange.state_dict())
+    owner, name = (Rooms, "keep") if dist.get_rank() == 0 else (told, "_by_vector")
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(owner, name, Mock(side_effect=KeyboardInterrupt))
+        step(3)
+    exchange.load_state_dict(saved)
+    for number in range(3, 6):
+        step(number)
+    sums = [parameter.grad.double().sum() for parameter in model.parameters() if parameter.grad is not None]
+    everyones = Collectives(group_or_default(None)).all_gather(torch.stack(sums))
+    assert (everyones == everyones[0]).all() and exchange.num_steps == 6

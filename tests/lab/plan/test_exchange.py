@@ -38,10 +38,6 @@ class Listing(Echo):
         self.calls.append(("all_to_all", sum(part.nbytes for part in parts[1:])))
         return super().all_to_all(parts, sizes)
 
-    def all_to_all_rows(self, rows: Tensor) -> Tensor:
-        self.calls.append(("all_to_all", rows[1:].nbytes))
-        return super().all_to_all_rows(rows)
-
     def device_for_flags(self, device: torch.device) -> torch.device:
         return device
 
@@ -139,7 +135,7 @@ def test_owners_are_told_sizes_and_all_hear_what_comes_back() -> None:
     record, calls = run(method)
     expected = planned(method, K)
     assert [kind for kind, _ in expected] == [kind for kind, _ in calls] == ["all_to_all", "all_gather"]
-    assert 1 < calls[0][1] / expected[0][1] < 1.4  # rows have room for more than these 128 entries
+    assert 0 < calls[0][1] - expected[0][1] < (N - 1) * 300  # room for more than these 128 entries
     assert calls[1] == expected[1]
     assert record.payload_bytes == pytest.approx(
         sum(answer.payload_bytes for answer in answers_of(method, K, NUMEL, N)), rel=0.1

@@ -99,8 +99,9 @@ class Rank:
         self._withheld: list[Tensor] = []
         self._weights: Tensor | None = None  # the weights where they were last needed
 
-    def begin(self, device: torch.device) -> None:
-        """Start counting a new step."""
+    def begin(self, device: torch.device, names: tuple[str, ...] = ()) -> None:
+        """Start counting a new step, of these parameters."""
+        self.collectives.rooms.begin(names)
         self.record, self.timer = StepRecord(), Timer(device)
         self._statuses, self._withheld = [], []
 

@@ -68,9 +68,6 @@ def _sum(rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient) 
         return OfSenders.of(total, sent_weight, indices.flatten(), weights)
 
 
-_SPLIT_HOPS = 2  # pieces go to the owners, then sums to all
-
-
 def split_is_better(rank: Rank, request: SparseSum) -> bool:
     """Whether a split by region is computed to take less time than an all_gather, or to bring fewer bytes."""
     sparse = request.sparse
@@ -89,8 +86,11 @@ def split_is_better(rank: Rank, request: SparseSum) -> bool:
     link, others = rank.options.link, rank.num_workers - 1
     if link is None:
         return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
-    num_hops = 1 if sizes.message_bytes <= LONGEST_DIRECT_BYTES else others  # a ring passes them on
-    split_s = link.time_s(others * (sizes.piece_bytes + sizes.sums_bytes), _SPLIT_HOPS)
+    is_on_device = rank.collectives.is_on_device(sparse.values.device)
+    goes_round = is_on_device or sizes.message_bytes > LONGEST_DIRECT_BYTES  # a ring passes messages on
+    num_hops = others if goes_round else 1
+    # pieces go to the owners, then sums to all; a GPU's lengths are told before each
+    split_s = link.time_s(others * (sizes.piece_bytes + sizes.sums_bytes), 4 if is_on_device else 2)
     return split_s < link.time_s(others * sizes.message_bytes, num_hops)
 
 
@@ -109,7 +109,8 @@ def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfS
     with rank.timer.phase("decode_s"):
         parts, refused = _sum_region(rank, received.messages, sparse, code, bounds)
     with rank.timer.phase("collective_s"):
-        gathered = told.exchange(rank.collectives, [told.Sent([part], [0], limits) for part in parts])
+        to_all = [told.Sent([part] * rank.num_workers, nothing, limits) for part in parts]  # not round a ring
+        gathered = told.exchange(rank.collectives, to_all)
     if refused is not None:
         raise refused
     rank.count_all_to_all([message.numel() for message in messages], received.sizes)

@@ -19,7 +19,7 @@ from regtopk.distributed.transport.collectives import Collectives, by_rank
 from regtopk.errors import ClusterError
 from regtopk.wire import raise_for_status
 
-_NUM_ASKED = 7
+_NUM_ASKED = 8
 AGREEMENT_BYTES = _NUM_ASKED * 8  # what a rank tells every other one: int64; numbers come on top
 
 
@@ -78,16 +78,16 @@ class Agreement:
         self.is_bad: Tensor | None = None  # (), on the device: whether one had, if the host goes on
         self.is_spoilt: Tensor | None = None  # the same, or whether a message was damaged
         self.waits: dict[int, float] = {}  # how long every rank has been in collectives, in seconds
-        self._ranks, self._shards = collectives.ranks, shards
+        self._ranks, self._shards, self._rooms = collectives.ranks, shards, collectives.rooms
         self._device = is_finite.device
         self._late: list[OnItsWay] = []  # is_bad, and the status of messages if there were any
-        told = [0, round(1e6 * waited_s), question.num_steps, *question.what]
+        told = [0, round(1e6 * waited_s), question.num_steps, *question.what, self._rooms.num_kept]
         is_finite = is_finite.to(collectives.device_for_flags(is_finite.device))
         mine = torch.tensor(told, pin_memory=is_finite.is_cuda).to(is_finite.device, non_blocking=True)
         torch.logical_not(is_finite, out=mine[0])
         if numbers is not None:
             mine = torch.cat([mine, numbers.to(mine.device).view(torch.int64)])
-        self._answers = collectives.all_gather(mine)  # (N, 7 and as many as there are numbers)
+        self._answers = collectives.all_gather(mine)  # (N, 8 and as many as there are numbers)
         self._for_the_host = OnItsWay(self._answers)
         self.is_on_device = collectives.is_on_device(self._answers.device)
 
@@ -137,7 +137,9 @@ class Agreement:
     def _read(self) -> tuple[int, ...]:
         """Which ranks have a NaN or inf. Ranks that differ are refused by what is known: some may be gone."""
         rows, ranks = self._for_the_host.read()[:, :_NUM_ASKED].tolist(), self._ranks
-        are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
+        are_bad, waited_us, steps, num_names, num_entries, names, selected, kept = zip(*rows, strict=True)
+        if len(set(kept)) > 1:  # a step failed on some ranks alone, and they go on from a saved state
+            self._rooms.forget()
         rule = "all ranks must exchange the same parameters at the same step"
         _check_same(rule, steps, map("step {}".format, steps), ranks)
         first = f", which differ; this rank's begin with {[*self.question.names[:1]]}"

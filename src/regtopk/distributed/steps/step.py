@@ -237,14 +237,14 @@ class Steps:
         """See that all ranks are here, exchange the same, and have finite vectors."""
         self.settle()
         self.check_usable()
-        self.rank.begin(self.device)
+        names = sum((bucket.names for bucket in buckets), ())
+        self.rank.begin(self.device, names)
         timer, report = self.rank.timer, None
         if self.algorithm.listens:
             report = share_report(self.rank.collectives, self.pending_report, self.device)
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
         turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._num_dense)
-        names = sum((bucket.names for bucket in buckets), ())
         selected = tuple(_num_selected(bucket, turn) for bucket in buckets)
         question = Question(self._num_steps, names, selected)
         # Others must expect messages of these lengths, so this rank asks what all have agreed on before.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from regtopk.core.traffic import LONGEST_BYTES_OF_TWO, LONGEST_DIRECT_BYTES
+from regtopk.distributed.transport.rooms import Rooms
 from regtopk.errors import ArgumentError, ClusterError
 
 EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
@@ -39,9 +40,9 @@ class Collectives:
         self.ranks = dist.get_process_group_ranks(group)  # as users know them, in the group's order
 
     @cached_property
-    def rooms(self) -> dict[Any, int]:
-        """For how many bytes rows have room, by what they are about: see `told`."""
-        return {}
+    def rooms(self) -> Rooms:
+        """For how many bytes messages have room."""
+        return Rooms()
 
     @property
     def store(self) -> Any:
@@ -75,14 +76,6 @@ class Collectives:
         lengths = [part.numel() for part in parts]
         self._send("all_to_all", received, torch.cat(list(parts)), sizes, lengths)
         return list(received.split(sizes))
-
-    def all_to_all_rows(self, rows: Tensor) -> Tensor:
-        """Row r, (N, m), goes to rank r; returns what all ranks had for this one, (N, m)."""
-        if self.num_workers == 1:
-            return rows
-        received = torch.empty_like(rows)
-        self._send("all_to_all", received.view(-1), rows.view(-1))
-        return received
 
     def _send(
         self, call: str, received: Tensor, sent: Tensor, sizes: Sizes = (), lengths: Sizes = ()

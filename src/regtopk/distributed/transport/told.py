@@ -1,14 +1,15 @@
 """Messages whose lengths only their senders know, in one trip where the last ones foretell them.
 
 Over a link with latency a trip takes longer than a short message. So a message travels with its length, in a
-row that has room for the longest of the last time and a little more. If a rank has a longer one, all ranks
-see it, and the rest of every message makes a second trip. The first exchange makes two. So do all where
-collectives run on a GPU, whose host would wait for the lengths anyway.
+row that has room for the last one from this rank to that one, and a little more. If a message is longer, all
+ranks hear it, and the rest of every message makes a second trip. The first exchange makes two. So do those
+of long messages for all, which go round a ring, and all where collectives run on a GPU, whose host would wait
+for the lengths anyway.
 """
 
 from collections.abc import Sequence
-from math import isqrt
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from regtopk.distributed.transport.collectives import Collectives, check_size
-
-_NUMBER_BYTES = 8
+from regtopk.distributed.transport.rooms import Room
+from regtopk.errors import ClusterError
 
 
 class Sent(NamedTuple):
@@ -44,79 +45,91 @@ class Received(NamedTuple):
 def exchange(collectives: Collectives, vectors: Sequence[Sent]) -> list[Received]:
     """Every rank's message for all, on every rank; or, if it has one for each, message r on rank r.
 
-    Ranks hear only of what they receive. A rank with a length or count beyond the limits announces it to all,
-    so that all refuse together, before memory is taken for it. What is damaged between two ranks is refused
-    by the receiver alone.
+    A rank with a length or count beyond the limits announces it to all, so that all refuse together, before
+    memory is taken for it. What is damaged between two ranks is refused by the receiver alone.
     """
     by_rank = zip(*(sent.messages for sent in vectors), strict=True)
     joined = [each[0] if len(each) == 1 else torch.cat(each) for each in by_rank]
-    is_for_all, limits = len(joined) == 1, [sent.limits for sent in vectors]
-    told = _numbers(vectors)
-    about = is_for_all, *limits
-    room, start = collectives.rooms.get(about, 0), _NUMBER_BYTES * told.shape[1]
-    rows = joined[0].new_zeros(len(joined), start + room)
-    rows[:, :start] = told.view(torch.uint8).to(rows.device)
-    for row, message in zip(rows, joined, strict=True):
-        row[start:][: message.numel()] = message[:room]
-    found = collectives.all_gather(rows[0]) if is_for_all else collectives.all_to_all_rows(rows)
-    numbers = found[:, :start].contiguous().view(torch.int64).tolist()
-    _check(numbers, limits, collectives.ranks)
-    longest = max(row[0] for row in numbers)
-    collectives.rooms[about] = _room(longest, start, collectives, rows.device, is_for_all)
-    found = found[:, start : start + longest]
-    if longest > room:
-        rests = [message[room:] for message in joined]
-        sizes = [max(0, sum(row[1::2]) - room) for row in numbers]
-        found = torch.cat([found, _second_trip(collectives, rests, sizes, longest - room)], 1)
-    return _by_vector(found, numbers)
-
-
-def _numbers(vectors: Sequence[Sent]) -> Tensor:
-    """What goes before the message for each rank: this rank's longest length, then lengths and counts."""
-    sizes = [[message.numel() for message in sent.messages] for sent in vectors]
-    told = torch.tensor([sizes, [sent.counts for sent in vectors]]).permute(2, 1, 0)
-    limits = torch.tensor([sent.limits for sent in vectors])
-    is_impossible = ((told < 0) | (told > limits)).flatten(1).any(1)
-    if bool(is_impossible.any()):
-        told = told[is_impossible][:1].expand_as(told)
-    longest = told[..., 0].sum(1).max()
-    return torch.cat([longest.expand(len(told), 1), told.flatten(1)], 1)
-
-
-def _check(numbers: list[list[int]], limits: Sequence[tuple[int, int]], ranks: Sequence[int]) -> None:
-    """Refuse what no rank can mean."""
-    for rank, (longest, *told) in zip(ranks, numbers, strict=True):
-        for number, limit in zip(told, (limit for pair in limits for limit in pair), strict=True):
-            check_size(rank, number, limit)
-        check_size(rank, longest, sum(size for size, _ in limits))
-        check_size(rank, sum(told[::2]), longest)
-
-
-def _room(longest: int, start: int, collectives: Collectives, device: torch.device, is_for_all: bool) -> int:
-    """For how many bytes a row has room the next time: lengths vary by about their square root."""
-    room = -(-(longest + 2 * isqrt(longest)) // _NUMBER_BYTES) * _NUMBER_BYTES
-    if collectives.is_on_device(device) or (
-        is_for_all and not collectives.goes_directly(start + room, device)
-    ):
-        return 0  # vectors that go round a ring: it would carry what is left free
-    return room
-
-
-def _second_trip(collectives: Collectives, rests: list[Tensor], sizes: list[int], longest: int) -> Tensor:
-    """The rest of all messages, (N, longest)."""
-    if len(rests) == 1:
-        return collectives.all_gather_padded(rests[0], longest)
-    found = pad_sequence(collectives.all_to_all(rests, sizes), batch_first=True)
-    return pad(found, (0, longest - found.shape[1]))
-
-
-def _by_vector(rows: Tensor, numbers: list[list[int]]) -> list[Received]:
-    """What was joined, apart."""
-    sizes, counts = (
-        [list(each) for each in zip(*(row[at::2] for row in numbers), strict=True)] for at in (1, 2)
+    is_for_all, device = len(joined) == 1, joined[0].device
+    messages = joined * collectives.num_workers if is_for_all else joined
+    kind = collectives.rooms.next_kind()
+    room = collectives.rooms.of(kind, collectives.num_workers)
+    is_longer = any(message.numel() > size for message, size in zip(messages, room.to_each, strict=True))
+    heads = _heads(is_longer, vectors, len(messages)).to(device)
+    found = collectives.all_to_all(
+        [_row(*each) for each in zip(heads, messages, room.to_each, strict=True)],
+        [heads.shape[1] + size for size in room.from_each],
     )
-    if len(sizes) == 1:
-        return [Received(rows[:, : max(sizes[0])], sizes[0], counts[0])]
-    parts = [row[: sum(row_sizes)].split(row_sizes) for row, *row_sizes in zip(rows, *sizes, strict=True)]
-    columns = [pad_sequence(list(each), batch_first=True) for each in zip(*parts, strict=True)]
-    return [Received(*each) for each in zip(columns, sizes, counts, strict=True)]
+    are_longer, numbers = _read(torch.stack([row[: heads.shape[1]] for row in found]), vectors, collectives)
+    sizes = [sum(row[::2]) for row in numbers]
+    theirs = [row[heads.shape[1] :][:size] for row, size in zip(found, sizes, strict=True)]
+    if any(are_longer):
+        rests = _second_trip(collectives, joined, room, sizes)
+        theirs = [torch.cat(each) for each in zip(theirs, rests, strict=True)]
+    goes_round = is_for_all and not collectives.goes_directly(max(sizes), device)
+    if not goes_round and not collectives.is_on_device(device):
+        collectives.rooms.keep(kind, [message.numel() for message in messages], sizes)
+    return _by_vector(theirs, numbers)
+
+
+def _heads(is_longer: bool, vectors: Sequence[Sent], num_workers: int) -> Tensor:
+    """What goes before each message, (N, bytes): has this rank a longer one, lengths and counts, checksum."""
+    each = [list(zip(map(Tensor.numel, sent.messages), sent.counts, strict=True)) for sent in vectors]
+    rows = [[number for pair in pairs for number in pair] for pairs in zip(*each, strict=True)]
+    limits = _limits(vectors)
+    impossible = [row for row in rows if any(not 0 <= n <= most for n, most in zip(row, limits, strict=True))]
+    rows = [[int(is_longer), *row] for row in impossible[:1] or rows]
+    whole = torch.tensor([[*row, _checksum(row)] for row in rows]).view(torch.uint8)
+    return whole.expand(num_workers, -1) if len(rows) == 1 else whole
+
+
+def _read(
+    heads: Tensor, vectors: Sequence[Sent], collectives: Collectives
+) -> tuple[list[int], list[list[int]]]:
+    """Has each rank a longer message; and its lengths and counts. What no rank can mean is refused."""
+    are_longer, numbers = [], []
+    for rank, (*row, checksum) in zip(collectives.ranks, heads.view(torch.int64).tolist(), strict=True):
+        if checksum != _checksum(row):
+            raise ClusterError(
+                f"the length of a message must arrive as rank {rank} sent it, but it was damaged on its way; "
+                "restart all ranks from the last checkpoint"
+            )
+        for number, limit in zip(row[1:], _limits(vectors), strict=True):
+            check_size(rank, number, limit)
+        are_longer.append(row[0])
+        numbers.append(row[1:])
+    return are_longer, numbers
+
+
+def _checksum(row: list[int]) -> int:
+    return crc32(repr(row).encode())
+
+
+def _limits(vectors: Sequence[Sent]) -> list[int]:
+    return [limit for sent in vectors for limit in sent.limits]
+
+
+def _row(head: Tensor, message: Tensor, size: int) -> Tensor:
+    """A message, as far as it has room, behind its head, and followed by zeros."""
+    return torch.cat([head, pad(message[:size], (0, max(0, size - message.numel())))])
+
+
+def _second_trip(
+    collectives: Collectives, joined: list[Tensor], room: Room, sizes: list[int]
+) -> list[Tensor]:
+    """What had no room, of all ranks' messages."""
+    rests = [message[size:] for message, size in zip(joined, room.to_each, strict=False)]
+    theirs = [max(0, size - known) for size, known in zip(sizes, room.from_each, strict=True)]
+    if len(joined) > 1:
+        return collectives.all_to_all(rests, theirs)
+    rows = collectives.all_gather_padded(rests[0], max(theirs))
+    return [row[:size] for row, size in zip(rows, theirs, strict=True)]
+
+
+def _by_vector(messages: list[Tensor], numbers: list[list[int]]) -> list[Received]:
+    """What was joined, apart."""
+    sizes, counts = [row[::2] for row in numbers], [row[1::2] for row in numbers]
+    parts = [message.split(each) for message, each in zip(messages, sizes, strict=True)]
+    rows = [pad_sequence(list(column), batch_first=True) for column in zip(*parts, strict=True)]
+    columns = zip(rows, zip(*sizes, strict=True), zip(*counts, strict=True), strict=True)
+    return [Received(found, list(lengths), list(those)) for found, lengths, those in columns]

@@ -68,10 +68,6 @@ class Echo(Alone):
         """N copies of the part for rank 0."""
         return [parts[0]] * self.num_workers
 
-    def all_to_all_rows(self, rows: Tensor) -> Tensor:
-        """N copies of the row for rank 0."""
-        return rows[:1].expand_as(rows)
-
 
 def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
     """The median of each phase's seconds in a few runs, after one to warm up; in fewer if that is long."""

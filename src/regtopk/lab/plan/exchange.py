@@ -195,7 +195,7 @@ def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExc
     if N < 3 or size.piece_bytes + size.sums_bytes >= size.message_bytes:
         work = Work(line, {"calls": 1, "entries": (1 + N) * k, "numel": numel})
         return PlannedExchange("all_gather", size.message_bytes, [all_gather(size.message_bytes, N)], [work])
-    moves = [told(all_to_all(size.piece_bytes, N)), told(all_gather(size.sums_bytes, N))]
+    moves = [told(all_to_all(size.piece_bytes, N)), told(all_to_all(size.sums_bytes, N))]
     work = Work(line, {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel})
     passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
     return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])

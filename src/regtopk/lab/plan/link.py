@@ -39,7 +39,7 @@ class Move(NamedTuple):
         if self.kind.startswith("all_reduce"):  # its ring has two halves of a message under way
             hop_s = max(0.0, hop_s - message_s / 2)
         is_told_before = self.is_told and self.num_hops > 1  # else lengths travel with what they are of
-        return (self.num_hops + is_told_before) * hop_s + bytes_s
+        return self.num_hops * hop_s + 2 * link.latency_s * is_told_before + bytes_s
 
 
 def told(move: Move) -> Move:
