@@ -194,7 +194,7 @@ def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: floa
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
     qualities, losses = trainer.evaluate(), trainer.take_losses()
     time_s = time.perf_counter() - start
-    moved, diverged = {name: trainer.moved_bytes(name) for name in MOVED}, trainer.is_diverged
+    moved, diverged = {name: trainer.moved_bytes(name) for name in MOVED}, trainer.is_diverged.tolist()
     ring_bytes = all_reduce_bytes(4 * trainer.task.layout.numel, trainer.task.num_workers)
     for place, seed in enumerate(seeds):
         yield {
