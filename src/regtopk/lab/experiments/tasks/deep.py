@@ -5,22 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples, of_images, of_text
-from regtopk.lab.experiments.data.text import TOKENS, load_text
+from regtopk.lab.experiments.data.text import load_text
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.gpt import GPT
-from regtopk.lab.experiments.tasks.task import NetworkTask, TaskSettings
+from regtopk.lab.experiments.tasks.task import DTYPES, NetworkTask, TaskSettings
 
 HEAD = 64  # width of an attention head; a narrower network has one head
 MOST_TESTED = 4096  # windows of the test part that are evaluated, evenly spread over it
 NUM_BRANCHES = 8  # workers of a seed that run side by side in a CUDA graph
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class DeepTask(NetworkTask):
@@ -34,12 +31,6 @@ class DeepTask(NetworkTask):
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
         super().__init__(config, seeds, examples)
         self._engines: dict[bool, Engine] = {}  # by whether workers have weights of their own
-
-    @classmethod
-    def check(cls, config: TaskSettings) -> None:
-        """Refuse a precision that is not there."""
-        super().check(config)
-        check_choice("precision", config.precision, DTYPES)
 
     def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """In buffers that the next call overwrites."""
@@ -56,7 +47,7 @@ class DeepTask(NetworkTask):
         has_own_weights |= is_stacked  # one pass for all workers has their weights, be they equal or not
         if has_own_weights not in self._engines:
             self._engines[has_own_weights] = Engine(
-                self.make_network(self.config, self.examples, seed=0),
+                self.network,
                 self.examples,
                 num_models=len(self.seeds),
                 num_workers=self.num_workers,
@@ -89,9 +80,8 @@ class Gpt(DeepTask):
 
     @classmethod
     def check(cls, config: TaskSettings) -> None:
-        """Refuse tokens that are not there, and sizes that make no network."""
+        """Refuse sizes that make no network, and a split by classes."""
         super().check(config)
-        check_choice("tokens", config.tokens, TOKENS)
         if config.width > HEAD and config.width % HEAD:
             raise ArgumentError(f"width must be a multiple of {HEAD}, or smaller, got {config.width}")
         if config.split.startswith("dirichlet"):

@@ -17,15 +17,7 @@ NUM_ITERATIONS = 5
 EPS = 1e-7
 MOST_SHAPES = 64  # of batches of matrices that code is compiled for: by layer, workers and seeds
 # updates as large as AdamW's, so that its learning rates fit; whoever uses it lets matrices decay
-TorchMuon = partial(
-    torch.optim.Muon,
-    weight_decay=0.0,
-    nesterov=True,
-    ns_coefficients=COEFFICIENTS,
-    eps=EPS,
-    ns_steps=NUM_ITERATIONS,
-    adjust_lr_fn="match_rms_adamw",
-)
+TorchMuon = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
 
 def is_for_muon(name: str, shape: tuple[int, ...]) -> bool:
@@ -94,10 +86,8 @@ class FlatMuon(Optimizer):
         first, *others = self._starts[shape]
         step = others[0] - first if others else 0
         assert all(start == first + place * step for place, start in enumerate(others, 1))
-        sizes, strides = (
-            (*models.shape[:-1], len(others) + 1, *shape),
-            (*models.stride()[:-1], step, shape[1], 1),
-        )
+        sizes = *models.shape[:-1], len(others) + 1, *shape
+        strides = *models.stride()[:-1], step, shape[1], 1
         return models.as_strided(sizes, strides, models.storage_offset() + first)
 
     def state_dict(self) -> dict[str, Any]:
