@@ -1,8 +1,8 @@
 """The methods that are planned, and the words they are asked for with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from regtopk import recipes
 from regtopk.core.algorithm import check_density
@@ -66,20 +66,14 @@ class PlannedMethod(NamedTuple):
         return self in _advised()
 
     @property
-    def imputes(self) -> bool:
-        """Whether workers must know who sent each entry."""
-        return "impute" in Method.read(self.name).options
+    def options(self) -> Mapping[str, Any]:
+        """The algorithm's other options, such as impute and sum_code."""
+        return Method.read(self.name).options
 
     @property
     def returned(self) -> float | None:
         """The part of J that comes back of a sum, where owners of entries add these up."""
-        part = Method.read(self.name).options.get("returned")
-        return None if part is None else float(part)
-
-    @property
-    def sum_code(self) -> str:
-        """How sums on a shared support come back."""
-        return str(Method.read(self.name).options.get("sum_code", "float32"))
+        return self.options.get("returned")
 
     @property
     def label(self) -> str:

@@ -23,18 +23,14 @@ MEAN_VARIANCE, NOISE_VARIANCE = 5.0, 0.5
 
 def risk(w: Tensor) -> Tensor:
     """F(w), the mean of the F_n."""
-    x = -(_points(w) @ w)
+    x = -(w.new_tensor(POINTS) @ w)
     return (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))).mean()  # log(1 + exp x), but exp may overflow
 
 
 def grads(w: Tensor) -> Tensor:
     """The workers' gradients, (2, 2)."""
-    points = _points(w)
+    points = w.new_tensor(POINTS)
     return -points * torch.sigmoid(-(points @ w)).unsqueeze(-1)
-
-
-def _points(w: Tensor) -> Tensor:
-    return torch.tensor(POINTS, dtype=w.dtype, device=w.device)
 
 
 @dataclass(frozen=True)
