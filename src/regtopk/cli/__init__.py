@@ -16,7 +16,7 @@ from rich.table import Table
 
 from regtopk import ALGORITHMS, __version__, kernels
 from regtopk.cli.experiments import as_typed, compare, reproduce, train
-from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, folder_option, progress_bar, say_errors, show
 from regtopk.cli.plan import plan
 from regtopk.core.options import counted
 from regtopk.errors import OutputError
@@ -79,9 +79,7 @@ def list_algorithms(as_json: Json = False) -> None:
 @app.command()
 @say_errors
 def demo(
-    out: Annotated[Path, typer.Option(parser=as_folder, metavar="PATH", help="Folder of the demo.")] = Path(
-        "out/demo"
-    ),
+    out: Annotated[Path, folder_option(help="Folder of the demo.")] = Path("out/demo"),
     force: Force = False,
     as_json: Json = False,
 ) -> None:

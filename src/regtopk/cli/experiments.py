@@ -13,9 +13,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.markup import escape
 
-from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, folder_option, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
-from regtopk.errors import ArgumentError, OutputError, RunExistsError
+from regtopk.errors import ArgumentError
 from regtopk.lab.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
 from regtopk.lab.experiments.compare.comparison import Comparison
 from regtopk.lab.experiments.ranks.config import SIMULATED
@@ -36,12 +36,7 @@ FLAGS = {
     "densities": "--density", "num_search_runs": "--search-runs", "num_workers": "--workers",
     "num_steps": "--steps",
 }  # fmt: skip
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        parser=as_folder, metavar="PATH", help="Folder of the run; if not given, a new one in out/."
-    ),
-]
+Out = Annotated[Path | None, folder_option(help="Folder of the run; if not given, a new one in out/.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the folder's run, or add to it.")]
 
 
@@ -88,9 +83,6 @@ def run(
             summary = request.experiment.record(
                 config, folder, command=shlex.join(typed), resume=resume, force=force, progress=progress
             )
-    except RunExistsError as error:
-        advice = "choose another --out, go on with --resume, or replace it with --force"
-        raise OutputError(f"{error}: {advice}") from None
     except KeyboardInterrupt:
         if isinstance(request.experiment, Comparison) and (folder / CONFIG).exists():
             typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from regtopk.cli.experiments import as_typed
-from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, folder_option, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice, read_number
@@ -56,9 +56,7 @@ def plan(
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default=USUAL_DEVICE)] = None,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the costs again.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="File of the costs; else the cache.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(parser=as_folder, metavar="PATH", help="Folder for a page with curves.")
-    ] = None,
+    out: Annotated[Path | None, folder_option(help="Folder for a page with curves.")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
