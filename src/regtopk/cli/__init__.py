@@ -139,22 +139,19 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        _show_devices(found)
-    if any(device["failure"] is not None for device in devices):
+        typer.echo(f"regtopk {found['regtopk']}, torch {found['torch']}, Python {found['python']}")
+        typer.echo(f"{counted(found['num_threads'], 'thread')} on {found['machine']}")
+        for each in devices:
+            where = f"{each['device']} ({each['name']})"
+            typer.echo(f"{where}: {each['kernel']} kernels: {each['reason']}")
+            if each["kernel"] == "reference":
+                typer.echo("  which is what other kernels are compared with")
+            elif each["failure"] is None:
+                typer.echo(f"  agrees with the reference in {counted(each['num_cases'], 'random case')}")
+            else:
+                typer.echo(f"  DIFFERS from the reference at {each['failure']}", err=True)
+    if any(each["failure"] is not None for each in devices):
         raise typer.Exit(1)
-
-
-def _show_devices(found: dict[str, Any]) -> None:
-    typer.echo(f"regtopk {found['regtopk']}, torch {found['torch']}, Python {found['python']}")
-    typer.echo(f"{counted(found['num_threads'], 'thread')} on {found['machine']}")
-    for device in found["devices"]:
-        typer.echo(f"{device['device']} ({device['name']}): {device['kernel']} kernels: {device['reason']}")
-        if device["kernel"] == "reference":
-            typer.echo("  which is what other kernels are compared with")
-        elif device["failure"] is None:
-            typer.echo(f"  agrees with the reference in {counted(device['num_cases'], 'random case')}")
-        else:
-            typer.echo(f"  DIFFERS from the reference at {device['failure']}", err=True)
 
 
 app.add_typer(reproduce, name="reproduce", help="Run one of the paper's experiments; write a page.")

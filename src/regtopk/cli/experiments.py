@@ -122,21 +122,17 @@ def _option(config: type, name: str) -> Any:
     default: Any = next(f.default for f in fields(config) if f.name == name)
     kind: Any = bool if isinstance(default, bool) else str  # `parse_settings` reads it
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
-    text = escape(_described(config, name))
+    # its sentence in the docstring of its class
+    pages = [inspect.cleandoc(part.__doc__ or "") for part in config.__mro__]  # as Python 3.13 has them
+    pattern = rf"^ {{4}}{name}: (.*(?:\n {{5,}}.*)*)"
+    found = next(filter(None, (re.search(pattern, page, re.MULTILINE) for page in pages)))
+    sentence = " ".join(found[1].split())
+    text = escape(sentence[0].upper() + sentence[1:])
     return Annotated[kind | None, typer.Option(_flag(name), help=text, show_default=shown or False)]
 
 
 def _flag(setting: str) -> str:
     return FLAGS.get(setting, f"--{setting.replace('_', '-')}")
-
-
-def _described(config: type, name: str) -> str:
-    """A setting's sentence in the docstring of its class."""
-    pages = [inspect.cleandoc(part.__doc__ or "") for part in config.__mro__]  # as Python 3.13 has them
-    pattern = rf"^ {{4}}{name}: (.*(?:\n {{5,}}.*)*)"
-    found = next(filter(None, (re.search(pattern, page, re.MULTILINE) for page in pages)))
-    sentence = " ".join(found[1].split())
-    return sentence[0].upper() + sentence[1:]
 
 
 def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:

@@ -49,7 +49,12 @@ def load_text(
 
     @cache
     def content() -> bytes:
-        return _read(path) if path else (sources or torch_sources)().encode()
+        if path is None:
+            return (sources or torch_sources)().encode()
+        try:
+            return read_public(str(path)) if str(path) in TEXTS else path.read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"text must be a file, got {path}: {error.strerror}") from error
 
     def parts() -> list[str]:
         _decoded(content(), path)  # as a whole: an error then names the place
@@ -136,15 +141,6 @@ def torch_sources(folder: Path | None = None, least: int = LEAST_OF_TORCH) -> st
         test.append(train.pop(0))
         num_test += len(drawn[test[-1]])
     return b"".join(drawn[name] for name in (*sorted(train), *sorted(test))).decode("ascii")
-
-
-def _read(path: Path) -> bytes:
-    if str(path) in TEXTS:
-        return read_public(str(path))
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"text must be a file, got {path}: {error.strerror}") from error
 
 
 def _decoded(content: bytes, path: Path | None) -> str:

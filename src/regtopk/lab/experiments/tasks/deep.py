@@ -122,7 +122,7 @@ class ImageNetwork(DeepTask):
     is_better_higher = True
     num_last = 5
     num_at_once = 3
-    network: ClassVar[str]  # one of NETWORKS
+    architecture: ClassVar[str]  # one of NETWORKS
     data_set: ClassVar[str] = "cifar10"
     defaults: ClassVar = dict(num_workers=8, num_steps=2520, batch_size=20, lr=(0.01,))
 
@@ -134,24 +134,24 @@ class ImageNetwork(DeepTask):
     @classmethod
     def draw_network(cls, config: TaskSettings, examples: Examples) -> nn.Module:
         """With torchvision's initialisation."""
-        return NETWORKS[cls.network](examples.num_classes)
+        return NETWORKS[cls.architecture](examples.num_classes)
 
 
 class ResNet18Task(ImageNetwork):
     """CIFAR-10 with ResNet-18."""
 
-    network = "resnet18"
+    architecture = "resnet18"
 
 
 class ResNet18GroupNormTask(ImageNetwork):
     """CIFAR-10 with ResNet-18 and group norm, which torch.compile makes twice as fast."""
 
-    network = "resnet18-gn"
+    architecture = "resnet18-gn"
     is_compiled = True
 
 
 class SmallCnnTask(ImageNetwork):
     """Digits with a small convolutional network, for a quick look on a CPU."""
 
-    network = "small-cnn"
+    architecture = "small-cnn"
     data_set = "digits"

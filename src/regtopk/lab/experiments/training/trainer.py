@@ -60,23 +60,22 @@ class Trainer(RoundMaker):
         self.num_steps = 0
         is_alike = all(weights == task.weights[0] for weights in task.weights)
         is_batch = is_alike and "replicates" in algorithm.promises
-        weights_of_clusters = task.weights[:1] if is_batch else task.weights
-
-        def make_cluster(layout: Layout, weights: list[float]) -> Cluster:
-            return Cluster(
-                algorithm,
-                num_workers=task.num_workers,
-                weights=by_steps(weights, rounds.by_worker),
-                layout=layout,
-                index_code=method.index_code,
-                link=LINK,
-                is_checked=False,  # what is not finite is looked for here
-                residual_dtype=method.residual_dtype,
-            )
 
         self._parts: list[ModelPart] = []
         for at, layout in parts_of(task.layout, rounds.fragments):
-            clusters = [make_cluster(layout, weights) for weights in weights_of_clusters]
+            clusters = [
+                Cluster(
+                    algorithm,
+                    num_workers=task.num_workers,
+                    weights=by_steps(weights, rounds.by_worker),
+                    layout=layout,
+                    index_code=method.index_code,
+                    link=LINK,
+                    is_checked=False,  # what is not finite is looked for here
+                    residual_dtype=method.residual_dtype,
+                )
+                for weights in (task.weights[:1] if is_batch else task.weights)
+            ]
             self._parts.append(ModelPart(at, clusters, self.models[:, at]))
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
