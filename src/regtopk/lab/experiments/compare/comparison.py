@@ -105,14 +105,7 @@ class Comparison(Experiment[CompareConfig]):
 
 
 class Checkpoint:
-    """Where the training of a method stands: a file in the results folder, one for each method.
-
-    Args:
-        folder: of the results; all its runs share their settings.
-        label: of the method's row; another row may train the same method.
-        density: of the run.
-        seeds: that are trained at once.
-    """
+    """Where the training of a row's seeds stands: a file in the results folder, one for each row."""
 
     def __init__(self, folder: Path, label: str, density: float | None, seeds: Sequence[int]) -> None:
         self._path = folder / CHECKPOINTS.replace("*", sha256(label.encode()).hexdigest()[:12])

@@ -1,7 +1,4 @@
-"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page.
-
-`comparison` makes the records.
-"""
+"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page."""
 
 import math
 from collections.abc import Mapping, Sequence

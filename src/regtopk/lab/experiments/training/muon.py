@@ -33,14 +33,8 @@ class FlatMuon(Optimizer):
         B := B + (1 - momentum) (g - B)
         theta := theta - lr 0.2 sqrt(max(m, n)) orthogonalise(g + momentum (B - g))
 
-    Matrices of one shape, of all layers and models, are one batch.
-
-    Args:
-        models: the flat models.
-        layout: which parameter owns which entries.
-        make_rest: the other optimizer, from parameters and lr.
-        lr: learning rate of both, which `param_groups` holds.
-        momentum: of the matrices.
+    Matrices of one shape, of all layers and models, are one batch. `make_rest` makes the other optimizer from
+    parameters and lr; `param_groups` holds the learning rate of both.
     """
 
     def __init__(
@@ -49,7 +43,7 @@ class FlatMuon(Optimizer):
         layout: Layout,
         make_rest: Callable[..., Optimizer],
         lr: float,
-        momentum: float = MOMENTUM,
+        momentum: float,
     ) -> None:
         super().__init__([models], {"lr": lr})
         self._models, self._momentum = models, momentum

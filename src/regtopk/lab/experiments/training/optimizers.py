@@ -66,14 +66,9 @@ def recipe_of(method: Method) -> Recipe:
 class Descent:
     """Parameters that follow their gradients: they decay, gradients are clipped, and the optimizer steps.
 
-    Simulated workers and real ranks take their steps here, so both make the same operations in one order.
-
-    Args:
-        model: one network, or flat models (..., J), each of which goes its own way.
-        recipe: how.
-        lr: learning rate.
-        num_steps: how many steps there will be, for recipes whose learning rate has a schedule.
-        layout: of flat models; None for a network.
+    Simulated workers and real ranks take their steps here, so both make the same operations in one order. The
+    model is one network, or flat models (..., J) of a layout, each of which goes its own way. Recipes with a
+    schedule ask how many steps there will be.
     """
 
     def __init__(

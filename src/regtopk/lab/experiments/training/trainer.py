@@ -42,12 +42,7 @@ class Trainer(RoundMaker):
     before that, and the other seeds go on. A step looks at losses alone: models are looked at where
     `run_until` stops, so that steps stay as fast as they are and the host never waits for a GPU.
 
-    Args:
-        task: gives gradients and judges models.
-        algorithm: run by every seed's workers.
-        method: its codes, its optimizer and its rounds.
-        lr: learning rate.
-        num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
+    Optimizers whose learning rate has a schedule ask how many steps there will be: `num_steps`.
     """
 
     def __init__(
