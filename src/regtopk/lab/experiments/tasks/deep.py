@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from regtopk.lab.experiments.networks.gpt import GPT
 from regtopk.lab.experiments.tasks.task import DTYPES, NetworkTask, TaskSettings
 
 HEAD = 64  # width of an attention head; a narrower network has one head
-MOST_TESTED = 4096  # windows of the test part that are evaluated, evenly spread over it
+MOST_TESTED = 4096  # windows of the test part that are evaluated
 NUM_BRANCHES = 8  # workers of a seed that run side by side in a CUDA graph
 
 
@@ -89,15 +89,10 @@ class Gpt(DeepTask):
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:
-        """Windows of the text, those of the test and of the validation thinned out."""
+        """Windows of the text."""
         window = config.context + 1
-        path = Path(config.data) if config.data else None
-        examples = of_text(load_text(path, tokens=config.tokens, window=window), config.device, window)
-        thinned: dict[str, Any] = {}
-        for name in ("test", "test_targets", "validation", "validation_targets"):
-            if (part := getattr(examples, name)) is not None:  # at most MOST_TESTED windows, evenly spread
-                thinned[name] = part[:: -(-len(part) // MOST_TESTED)].contiguous()
-        return examples._replace(**thinned)
+        text = load_text(Path(config.data) if config.data else None, tokens=config.tokens, window=window)
+        return of_text(text, config.device, window, MOST_TESTED)
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The test loss, also in bits per byte where bytes are counted, and what is guessed right."""

@@ -38,12 +38,7 @@ class FlatMuon(Optimizer):
     """
 
     def __init__(
-        self,
-        models: Tensor,
-        layout: Layout,
-        make_rest: Callable[..., Optimizer],
-        lr: float,
-        momentum: float,
+        self, models: Tensor, layout: Layout, make_rest: Callable[..., Optimizer], lr: float, momentum: float
     ) -> None:
         super().__init__([models], {"lr": lr})
         self._models, self._momentum = models, momentum
