@@ -112,6 +112,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     new = path.with_name(f"{path.name}.new")
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     with writing_to(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(text, encoding="utf-8")
         new.replace(path)
 

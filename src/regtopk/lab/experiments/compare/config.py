@@ -86,7 +86,6 @@ class CompareConfig(TaskSettings):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        """Fill in the task's defaults, and check the settings."""
         check_choice("task", self.task, TASKS)
         for name, default in {"optimizer": "sgd", **self.defaults}.items():
             object.__setattr__(self, name, getattr(self, name) or default)

@@ -25,14 +25,7 @@ class Examples(NamedTuple):
     num_classes: int
     fingerprint: str = ""  # tells data sets apart, and orders of one: else the batches of a seed are the same
     token_bytes: Tensor | None = None  # how many bytes each class stands for, if that is counted
-    validation: Tensor | None = None  # what searches are judged by; None: the test examples
-    validation_targets: Tensor | None = None
-
-    def for_search(self) -> "Examples":
-        """The same with the validation part as the test."""
-        if self.validation is None or self.validation_targets is None:
-            return self
-        return self._replace(test=self.validation, test_targets=self.validation_targets)
+    validation: tuple[Tensor, Tensor] | None = None  # what searches are judged by; None: the test examples
 
 
 _NOTHING = torch.empty(0)
@@ -73,9 +66,7 @@ def of_text(text: Text, device: str, window: int, most_tested: int) -> Examples:
     examples = Examples(train[:, :-1], train[:, 1:], *some(text.test), places, *fixed)
     if text.validation is None or text.token_bytes is None:
         return examples
-    validation, targets = some(text.validation)
-    own_bytes = text.token_bytes.to(device)
-    return examples._replace(token_bytes=own_bytes, validation=validation, validation_targets=targets)
+    return examples._replace(token_bytes=text.token_bytes.to(device), validation=some(text.validation))
 
 
 def _fingerprint(*tensors: Tensor) -> str:

@@ -61,7 +61,6 @@ class Fig2Config:
     record_every: int = option(25, integer(at_least=1))
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         check_options(self)
         num_entries = self.num_workers * self.numel * self.num_points * len(parse_seeds(self.seeds))
         check_integer("num_workers * numel * num_points * seeds", num_entries, at_most=MOST_ENTRIES)

@@ -57,7 +57,6 @@ class ToyConfig:
     device: str = option("cpu", check_device)
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         check_options(self)
 
 
