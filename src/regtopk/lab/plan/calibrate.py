@@ -85,7 +85,6 @@ def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
 
 
 def _seconds(device: torch.device, function: Callable[[], Any]) -> dict[str, float]:
-    """How long a function takes once."""
     timer = Timer(device)
     with timer.phase("all_s"):
         function()
@@ -130,7 +129,6 @@ def sparse_points(device: torch.device, code: str, impute: float) -> Iterator[Po
 
 
 def _topk_seconds(device: torch.device, N: int, numel: int, topk: TopK) -> tuple[float, float]:
-    """How long a rank takes for Top-k: its own work, and coding and summing."""
     layout = Layout.of_shapes([("", (numel,), "linear")])
     worker = Worker(torch.tensor(1 / N, device=device), torch.tensor(0, device=device), N, 1, layout)
     converse = partial(topk.exchange, torch.randn(numel, device=device), topk.init(worker), worker)

@@ -26,9 +26,8 @@ RETURNED_EVERY = 4
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 DILOCO_EVERY = 16
 MOST_FRAGMENTS = 8
-SLOWER_UPDATES = (
-    f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"  # a tenth of the bytes
-)
+# a tenth of the bytes
+SLOWER_UPDATES = f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"
 # what docs/which-method.md advises with SGD and with AdamW, beside the recipes for Muon; a test compares
 ADVISED = (
     "consensus:density=0.01:value_code=4bit",
@@ -148,8 +147,7 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
         if every is None:
             found.append(SLOWER_UPDATES)
         n = every or RETURNED_EVERY
-        parts = min(n, MOST_FRAGMENTS)
-        return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={parts}"]
+        return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={min(n, MOST_FRAGMENTS)}"]
     found = [label for label in labels if "exchange=" in label]
     for name, colon, rest in (label.partition(":") for label in labels if label not in found):
         found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in ([every] if every else EVERY)]

@@ -79,7 +79,6 @@ def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
 
 
 def _drawn(row: Prediction) -> str:
-    """The name of a curve."""
     return row.method.label if row.relative_steps is not None else f"{row.method.label} (per step)"
 
 

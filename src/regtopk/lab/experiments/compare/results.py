@@ -103,7 +103,6 @@ def finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Ke
 
 
 def _finals(config: CompareConfig, curves: Curves) -> dict[int, float]:
-    """The mean of the last evaluations, by seed."""
     metric, num_last = config.kind.metric, config.kind.num_last
     return {seed: fmean(r[metric] for r in curve[-num_last:]) for seed, curve in curves.items()}
 

@@ -117,11 +117,10 @@ def summarise_fig1(config: ToyConfig, records: Sequence[Record]) -> Summary:
     }
 
 
-def panels_fig1(config: ToyConfig) -> Sequence[Panel]:
-    """Risk against iterations with the published points as circles, whole and at its beginning."""
-    title, y_label = "Training loss, published points as circles", "empirical risk F(w)"
-    whole = Panel(title, "iteration", "risk", "iteration", y_label, log_y=True, dots="published")
-    return whole, replace(whole, title="The first 20 iterations", x_max=20)
+RISK = Panel(
+    "Training loss, published points as circles", "iteration", "risk", "iteration", "empirical risk F(w)",
+    log_y=True, dots="published",
+)  # fmt: skip
 
 
 FIG1 = WholeExperiment(
@@ -136,7 +135,7 @@ FIG1 = WholeExperiment(
     config=ToyConfig,
     run=run_fig1,
     summarise=summarise_fig1,
-    panels=panels_fig1,
+    panels=lambda _: (RISK, replace(RISK, title="The first 20 iterations", x_max=20)),
 )
 
 
@@ -207,13 +206,11 @@ def summarise_scaling(config: ScalingConfig, records: Sequence[Record]) -> Summa
     }
 
 
-def panels_scaling(config: ScalingConfig) -> Sequence[Panel]:
-    """Two: the lengths of the steps, and the model they lead to."""
-    title, y_label = "Length of every step, in units of dense's first", "learning step scaled by"
-    return (
-        Panel(title, "iteration", "step_scale", "iteration", y_label, log_y=True, marks="stems", y_min=0.1),
-        Panel("The entry that matters", "iteration", "w_2", "iteration", "second entry of w"),
-    )
+STEPS = Panel(
+    "Length of every step, in units of dense's first", "iteration", "step_scale", "iteration",
+    "learning step scaled by", log_y=True, marks="stems", y_min=0.1,
+)  # fmt: skip
+W_2 = Panel("The entry that matters", "iteration", "w_2", "iteration", "second entry of w")
 
 
 SCALING = WholeExperiment(
@@ -227,5 +224,5 @@ SCALING = WholeExperiment(
     config=ScalingConfig,
     run=run_scaling,
     summarise=summarise_scaling,
-    panels=panels_scaling,
+    panels=lambda _: (STEPS, W_2),
 )

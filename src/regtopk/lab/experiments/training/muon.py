@@ -91,7 +91,6 @@ class FlatMuon(Optimizer):
 
 
 def _key(shape: tuple[int, ...]) -> str:
-    """What the momenta of matrices of a shape are called in a state."""
     return "momenta {} x {}".format(*shape)
 
 

@@ -53,8 +53,8 @@ class Trainer(RoundMaker):
         self.rounds = rounds = method.rounds
         self.models = task.start()
         self.num_steps = 0
-        is_alike = all(weights == task.weights[0] for weights in task.weights)
-        is_batch = is_alike and "replicates" in algorithm.promises
+        are_alike = all(weights == task.weights[0] for weights in task.weights)
+        own_weights = task.weights[:1] if are_alike and "replicates" in algorithm.promises else task.weights
 
         self._parts: list[ModelPart] = []
         for at, layout in parts_of(task.layout, rounds.fragments):
@@ -69,7 +69,7 @@ class Trainer(RoundMaker):
                     is_checked=False,  # what is not finite is looked for here
                     residual_dtype=method.residual_dtype,
                 )
-                for weights in (task.weights[:1] if is_batch else task.weights)
+                for weights in own_weights
             ]
             self._parts.append(ModelPart(at, clusters, self.models[:, at]))
         self.lr = lr
