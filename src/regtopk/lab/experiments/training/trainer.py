@@ -123,10 +123,9 @@ class Trainer(RoundMaker):
 
     def moved_bytes(self, name: str) -> list[float]:
         """A count of `core.traffic` so far, such as received_bytes: the mean over workers, for each seed."""
-        by_part = []
-        for part in self._parts:
-            own = torch.stack([getattr(c.total, name).double().mean(-1) for c in part.clusters])
-            by_part.append(own.flatten().expand(len(self.models)))  # a part not yet sent has one zero
+        counts = [[getattr(c.total, name).double().mean(-1) for c in part.clusters] for part in self._parts]
+        # a part not yet sent has one zero
+        by_part = [torch.stack(own).flatten().expand(len(self.models)) for own in counts]
         return [float(count) for count in torch.stack(by_part).sum(0)]
 
     def own(self, fragment: int) -> list[Tensor]:
