@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 import regtopk
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.lab.experiments.data.text import Text, load_text, torch_sources
+from regtopk.lab.experiments.data.text import Text, load_text
 from regtopk.lab.experiments.networks.gpt import GPT
 
 REPLICAS, SHARDS = 2, 2
@@ -130,7 +130,7 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(options.threads)
     world = REPLICAS * SHARDS
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    text = load_text(None, sources=torch_sources, window=CONTEXT + 1)
+    text = load_text(None, window=CONTEXT + 1)
     before = runs_before(options, text)
     runs: list[dict[str, Any]] = []
 

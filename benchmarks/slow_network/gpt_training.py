@@ -29,7 +29,8 @@ from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.experiments.ranks.tasks import RankTask
 from regtopk.lab.experiments.ranks.train import RankTraining
-from regtopk.lab.experiments.tasks.deep import DTYPES, Gpt
+from regtopk.lab.experiments.tasks.deep import Gpt
+from regtopk.lab.experiments.tasks.task import DTYPES
 from regtopk.lab.method import Method
 
 Run = dict[str, Any]

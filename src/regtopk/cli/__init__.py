@@ -1,4 +1,4 @@
-"""The command line: the app, and the commands list, demo, report and fetch."""
+"""The command line: the app, and the commands list, demo, report, fetch and doctor."""
 
 import json
 import shlex
@@ -8,16 +8,17 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from regtopk import ALGORITHMS, __version__
-from regtopk.cli.doctor import doctor
+from regtopk import ALGORITHMS, __version__, kernels
 from regtopk.cli.experiments import as_typed, compare, reproduce, train
-from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, folder_option, progress_bar, say_errors, show
 from regtopk.cli.plan import plan
+from regtopk.core.options import counted
 from regtopk.errors import OutputError
 from regtopk.lab.experiments import EXPERIMENTS, TRAIN, parse_settings
 from regtopk.lab.experiments.data.files import TEXTS, data_folder
@@ -78,9 +79,7 @@ def list_algorithms(as_json: Json = False) -> None:
 @app.command()
 @say_errors
 def demo(
-    out: Annotated[Path, typer.Option(parser=as_folder, metavar="PATH", help="Folder of the demo.")] = Path(
-        "out/demo"
-    ),
+    out: Annotated[Path, folder_option(help="Folder of the demo.")] = Path("out/demo"),
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -121,6 +120,40 @@ def fetch(
     typer.echo(f"{text} has {num_tokens:,} tokens ({tokens}); files are kept in {data_folder()}")
 
 
+@app.command()
+@say_errors
+def doctor(
+    seconds: Annotated[
+        float, typer.Option(min=0, max=3600, help="How long to check each device's kernel.")
+    ] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Say which kernel each device uses and why, and check it against the reference."""
+    devices: list[dict[str, Any]] = []
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        choice, check = kernels.describe(device), kernels.self_check(device, seconds)
+        chosen = {"device": device, "name": name, "kernel": choice.kernel, "reason": choice.reason}
+        devices.append({**chosen, "num_cases": check.num_cases, "failure": check.failure})
+    found: dict[str, Any] = {**versions(), "num_threads": torch.get_num_threads(), "devices": devices}
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        typer.echo(f"regtopk {found['regtopk']}, torch {found['torch']}, Python {found['python']}")
+        typer.echo(f"{counted(found['num_threads'], 'thread')} on {found['machine']}")
+        for each in devices:
+            where = f"{each['device']} ({each['name']})"
+            typer.echo(f"{where}: {each['kernel']} kernels: {each['reason']}")
+            if each["kernel"] == "reference":
+                typer.echo("  which is what other kernels are compared with")
+            elif each["failure"] is None:
+                typer.echo(f"  agrees with the reference in {counted(each['num_cases'], 'random case')}")
+            else:
+                typer.echo(f"  DIFFERS from the reference at {each['failure']}", err=True)
+    if any(each["failure"] is not None for each in devices):
+        raise typer.Exit(1)
+
+
 app.add_typer(reproduce, name="reproduce", help="Run one of the paper's experiments; write a page.")
-for _command in (train, compare, doctor, plan):
+for _command in (train, compare, plan):
     app.command()(_command)

@@ -13,9 +13,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.markup import escape
 
-from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, folder_option, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
-from regtopk.errors import ArgumentError, OutputError, RunExistsError
+from regtopk.errors import ArgumentError
 from regtopk.lab.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
 from regtopk.lab.experiments.compare.comparison import Comparison
 from regtopk.lab.experiments.ranks.config import SIMULATED
@@ -36,12 +36,7 @@ FLAGS = {
     "densities": "--density", "num_search_runs": "--search-runs", "num_workers": "--workers",
     "num_steps": "--steps",
 }  # fmt: skip
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        parser=as_folder, metavar="PATH", help="Folder of the run; if not given, a new one in out/."
-    ),
-]
+Out = Annotated[Path | None, folder_option(help="Folder of the run; if not given, a new one in out/.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the folder's run, or add to it.")]
 
 
@@ -88,9 +83,6 @@ def run(
             summary = request.experiment.record(
                 config, folder, command=shlex.join(typed), resume=resume, force=force, progress=progress
             )
-    except RunExistsError as error:
-        advice = "choose another --out, go on with --resume, or replace it with --force"
-        raise OutputError(f"{error}: {advice}") from None
     except KeyboardInterrupt:
         if isinstance(request.experiment, Comparison) and (folder / CONFIG).exists():
             typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)
@@ -130,21 +122,17 @@ def _option(config: type, name: str) -> Any:
     default: Any = next(f.default for f in fields(config) if f.name == name)
     kind: Any = bool if isinstance(default, bool) else str  # `parse_settings` reads it
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
-    text = escape(_described(config, name))
+    # its sentence in the docstring of its class
+    pages = [inspect.cleandoc(part.__doc__ or "") for part in config.__mro__]  # as Python 3.13 has them
+    pattern = rf"^ {{4}}{name}: (.*(?:\n {{5,}}.*)*)"
+    found = next(filter(None, (re.search(pattern, page, re.MULTILINE) for page in pages)))
+    sentence = " ".join(found[1].split())
+    text = escape(sentence[0].upper() + sentence[1:])
     return Annotated[kind | None, typer.Option(_flag(name), help=text, show_default=shown or False)]
 
 
 def _flag(setting: str) -> str:
     return FLAGS.get(setting, f"--{setting.replace('_', '-')}")
-
-
-def _described(config: type, name: str) -> str:
-    """A setting's sentence in the docstring of its class."""
-    pages = [inspect.cleandoc(part.__doc__ or "") for part in config.__mro__]  # as Python 3.13 has them
-    pattern = rf"^ {{4}}{name}: (.*(?:\n {{5,}}.*)*)"
-    found = next(filter(None, (re.search(pattern, page, re.MULTILINE) for page in pages)))
-    sentence = " ".join(found[1].split())
-    return sentence[0].upper() + sentence[1:]
 
 
 def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:

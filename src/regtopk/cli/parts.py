@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -33,6 +33,9 @@ def as_folder(text: str) -> Path:
     return Path(text)
 
 
+folder_option = partial(typer.Option, parser=as_folder, metavar="PATH")
+
+
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
 _LEAST_NAME = 20  # columns of a name before it is folded
 _GAP = 2  # between columns
@@ -47,9 +50,9 @@ def say_errors(command: Callable[P, T]) -> Callable[P, T]:
         try:
             return command(*args, **kwargs)
         except RegtopkError as error:
-            is_taken = isinstance(error, RunExistsError)
-            advice = ": choose another --out, or replace it with --force" if is_taken else ""
-            typer.echo(f"regtopk: {error}{advice}", err=True)
+            go_on = ", go on with --resume" if "resume" in kwargs else ""
+            advice = f": choose another --out{go_on}, or replace it with --force"
+            typer.echo(f"regtopk: {error}{advice if isinstance(error, RunExistsError) else ''}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("regtopk: interrupted", err=True)

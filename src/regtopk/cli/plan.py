@@ -4,13 +4,13 @@ import logging
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import torch
 import typer
 
 from regtopk.cli.experiments import as_typed
-from regtopk.cli.parts import Force, Json, as_folder, progress_bar, say_errors, show
+from regtopk.cli.parts import Force, Json, folder_option, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice, read_number
@@ -20,7 +20,7 @@ from regtopk.lab.plan import page
 from regtopk.lab.plan.calibrate import calibrate
 from regtopk.lab.plan.costs import RECORDED, Calibration, cache_path
 from regtopk.lab.plan.exchange import Workload
-from regtopk.lab.plan.learning import OPTIMIZERS, Optimizer
+from regtopk.lab.plan.learning import OPTIMIZERS
 from regtopk.lab.plan.methods import DENSITIES, UPDATES_DENSITIES, planned_methods
 from regtopk.lab.plan.predict import Situation, make_plan
 from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
@@ -56,9 +56,7 @@ def plan(
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default=USUAL_DEVICE)] = None,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the costs again.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="File of the costs; else the cache.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(parser=as_folder, metavar="PATH", help="Folder for a page with curves.")
-    ] = None,
+    out: Annotated[Path | None, folder_option(help="Folder for a page with curves.")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -74,12 +72,11 @@ def plan(
     methods = planned_methods(
         densities, labels, exchange=exchange, every=steps, optimizer=optimizer or "", num_workers=num_workers
     )
-    usual = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
-    trained_by = cast(Optimizer, optimizer or usual)
+    optimizer = optimizer or ("adamw" if any(method.rounds.has_updates for method in methods) else "sgd")
     latency_s = parse_time("latency", latency, may_be_zero=True)
     link = Link(parse_bandwidth(bandwidth), latency_s, parse_time("step time", step_time))
     workload = Workload.of_size(parse_count("params", params))
-    situation = Situation(workload, num_workers, link, trained_by)
+    situation = Situation(workload, num_workers, link, optimizer)
     on, why = (device, "as asked") if device else _usual_device(workload.numel)
     why = f"the costs in {calibration}" if calibration and not recalibrate else why
     is_there = on == "cpu" or torch.cuda.is_available()
@@ -97,7 +94,7 @@ def plan(
         "latency_s": link.latency_s,
         "step_time_s": link.compute_s,
         "exchange": exchange,
-        "optimizer": trained_by,
+        "optimizer": optimizer,
         "every": steps,
         "calibration": costs.machine,
     }

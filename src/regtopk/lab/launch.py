@@ -31,8 +31,7 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
     records = multiprocessing.get_context("spawn").SimpleQueue()
     ranks: Any = None
     with tempfile.TemporaryDirectory() as folder:
-        place = num_workers, os.path.join(folder, "store")
-        of_rank = place, records, entry, args
+        of_rank = num_workers, os.path.join(folder, "store"), records, entry, args
         try:
             with _ctrl_c_waits():
                 ranks = start_processes(
@@ -79,9 +78,8 @@ def join_group(backend: str) -> None:
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_workers)
 
 
-def _run_rank(rank: int, place: tuple[int, str], records: Any, entry: Callable[..., None], args: Any) -> None:
+def _run_rank(rank: int, num_workers: int, store: str, records: Any, entry: Any, args: Any) -> None:
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
-    num_workers, store = place
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_workers), "REGTOPK_STORE": store}
     os.environ.update({**loopback, **own})

@@ -4,7 +4,6 @@ It is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5" or "topk:exchange
 A `Grid` is written with alternatives: "topk:exchange=updates:every=2|4|8:lr=0.1|0.2".
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +14,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import VALUE_CODES, check_index_code
-from regtopk.core.options import check_choice, check_number, check_positive, read_number
+from regtopk.core.options import check_choice, check_options, check_positive, option, read_number, within
 from regtopk.core.precision import RESIDUAL_DTYPES
 from regtopk.errors import ArgumentError
 from regtopk.rounds import GRADIENTS, Rounds
@@ -40,11 +39,11 @@ class Method:
     label: str
     algorithm: str
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)  # of the algorithm
-    lr: float | None = None
+    lr: float | None = option(None, check_positive)
     index_code: str = ""
     optimizer: str = ""  # what follows the aggregate, or each worker's gradient
-    weight_decay: float | None = None  # of matrices; None: the optimizer's own
-    beta2: float | None = None  # of Adam; None: the optimizer's own
+    weight_decay: float | None = option(None, within("[0, inf)"))  # of matrices; None: the optimizer's own
+    beta2: float | None = option(None, within("[0, 1)"))  # of Adam; None: the optimizer's own
     residual_dtype: str = ""
     rounds: Rounds = GRADIENTS  # what is exchanged, and how often
 
@@ -75,12 +74,7 @@ class Method:
         method = cls.read(label)
         if ":" in method.algorithm:
             raise ArgumentError(f"method must be NAME[:OPTION=VALUE]..., got {label!r}")
-        if method.lr is not None:
-            check_positive("lr", method.lr)
-        if method.weight_decay is not None:
-            check_number("weight_decay", method.weight_decay, "in [0, inf)", lambda x: 0 <= x < math.inf)
-        if method.beta2 is not None:
-            check_number("beta2", method.beta2, "in [0, 1)", lambda x: 0 <= x < 1)
+        check_options(method)
         check_index_code(method.index_code or "raw32")
         check_choice("residual_dtype", method.residual_dtype or "float32", RESIDUAL_DTYPES)
         method.rounds.check(label)

@@ -4,10 +4,9 @@ from typing import Any
 
 from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.experiment import Experiment
-from regtopk.lab.experiments.paper.fig1 import FIG1
 from regtopk.lab.experiments.paper.fig2 import FIG2
 from regtopk.lab.experiments.paper.fig3 import FIG3
-from regtopk.lab.experiments.paper.scaling import SCALING
+from regtopk.lab.experiments.paper.toy import FIG1, SCALING
 from regtopk.lab.experiments.ranks.train import TRAIN
 from regtopk.lab.experiments.settings import parse_settings
 

@@ -29,19 +29,17 @@ def parse_settings(
         check_choice("setting", key, defaults)
         if key in chosen:
             raise ArgumentError(f"each setting must be given once, got {key} twice")
-        chosen[key] = _parse(key, text, defaults[key])
+        default = defaults[key]
+        try:
+            if isinstance(default, tuple):
+                chosen[key] = tuple(read_number(float, part) for part in text.split(","))
+            elif isinstance(default, bool):
+                chosen[key] = {"true": True, "false": False}[text.lower()]
+            else:
+                chosen[key] = text if isinstance(default, str) else read_number(type(default), text)
+        except (ValueError, KeyError):
+            raise ArgumentError(f"{key} must be like its default, {default!r}, got {text!r}") from None
     return config_class(**{**(base or {}), **chosen})
-
-
-def _parse(key: str, text: str, default: Any) -> Any:
-    try:
-        if isinstance(default, tuple):
-            return tuple(read_number(float, part) for part in text.split(","))
-        if isinstance(default, bool):
-            return {"true": True, "false": False}[text.lower()]
-        return text if isinstance(default, str) else read_number(type(default), text)
-    except (ValueError, KeyError):
-        raise ArgumentError(f"{key} must be like its default, {default!r}, got {text!r}") from None
 
 
 def settings_of(config: Any) -> dict[str, Any]:

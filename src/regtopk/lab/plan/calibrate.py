@@ -81,7 +81,6 @@ def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
 
 
 def _seconds(device: torch.device, function: Callable[[], Any]) -> dict[str, float]:
-    """How long a function takes once."""
     timer = Timer(device)
     with timer.phase("all_s"):
         function()
@@ -126,7 +125,6 @@ def sparse_points(device: torch.device, code: str, impute: float) -> Iterator[Po
 
 
 def _topk_seconds(device: torch.device, N: int, numel: int, topk: TopK) -> tuple[float, float]:
-    """How long a rank takes for Top-k: its own work, and coding and summing."""
     layout = Layout.of_shapes([("", (numel,), "linear")])
     worker = Worker(torch.tensor(1 / N, device=device), torch.tensor(0, device=device), N, 1, layout)
     converse = partial(topk.exchange, torch.randn(numel, device=device), topk.init(worker), worker)
@@ -200,29 +198,6 @@ def _step_seconds(device: torch.device) -> float:
     return max(0.0, whole_s - sum(_topk_seconds(device, 1, depth * width**2, topk)))
 
 
-def collective_points(N: int) -> Iterator[Point]:
-    """Messages and bytes of gloo's collectives between the processes: what they cost without a network."""
-    run = Collectives(group_or_default(None))
-    for size in (_SMALL_BYTES, BUCKET_BYTES):
-        vector, half = torch.zeros(size // 4), torch.zeros(size // 2, dtype=torch.float16)
-        yield _time_calls(all_reduce(size, N), partial(dist.all_reduce, vector))
-        yield _time_calls(all_reduce(size, N, "all_reduce half"), partial(dist.all_reduce, half))
-    for size in (_SMALL_BYTES, _MESSAGE_BYTES):
-        vector, many = torch.zeros(size // 4), torch.zeros(N * (size // 4))
-        swap = partial(dist.all_to_all_single, torch.empty_like(many), many)
-        yield _time_calls(all_to_all(size, N), swap)
-        yield _time_calls(all_gather(size, N), partial(run.all_gather, vector))
-
-
-def _time_calls(move: Move, run: Callable[[], Any]) -> Point:
-    """Many calls after one another, since processes come to a single one at different times."""
-    num_calls = _NUM_CALLS if move.sent_bytes < BUCKET_BYTES else _NUM_CALLS // 6
-    run()
-    dist.barrier()
-    seconds = _seconds(torch.device("cpu"), lambda: [run() for _ in range(num_calls)])["all_s"]
-    return move_work(move), seconds / num_calls
-
-
 SPARSE = [partial(sparse_points, code=code, impute=impute) for code in CODES for impute in (0.0, IMPUTE)]
 CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what one process can time
 
@@ -245,10 +220,26 @@ def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case]
 
 
 def _time_collectives(emit: Emit, num_threads: int) -> None:
-    """One process of those that collectives run between; rank 0 emits what they take."""
+    """One process of those that gloo's collectives run between: what they cost without a network."""
     torch.set_num_threads(num_threads)
     join_group("gloo")
-    for work, seconds in list(collective_points(NUM_PROCESSES)):
-        if dist.get_rank() == 0:
-            emit({"line": work.line, "units": work.units, "seconds": seconds})
+    N, ranks = NUM_PROCESSES, Collectives(group_or_default(None))
+    for size in (_SMALL_BYTES, BUCKET_BYTES):
+        vector, half = torch.zeros(size // 4), torch.zeros(size // 2, dtype=torch.float16)
+        _time_calls(emit, all_reduce(size, N), partial(dist.all_reduce, vector))
+        _time_calls(emit, all_reduce(size, N, "all_reduce half"), partial(dist.all_reduce, half))
+    for size in (_SMALL_BYTES, _MESSAGE_BYTES):
+        vector, many = torch.zeros(size // 4), torch.zeros(N * (size // 4))
+        _time_calls(emit, all_to_all(size, N), partial(dist.all_to_all_single, torch.empty_like(many), many))
+        _time_calls(emit, all_gather(size, N), partial(ranks.all_gather, vector))
     dist.destroy_process_group()
+
+
+def _time_calls(emit: Emit, move: Move, run: Callable[[], Any]) -> None:
+    """Many calls after one another, since processes come to a single one at different times."""
+    num_calls = _NUM_CALLS if move.sent_bytes < BUCKET_BYTES else _NUM_CALLS // 6
+    run()
+    dist.barrier()
+    seconds = _seconds(torch.device("cpu"), lambda: [run() for _ in range(num_calls)])["all_s"] / num_calls
+    if dist.get_rank() == 0:
+        emit({**move_work(move)._asdict(), "seconds": seconds})

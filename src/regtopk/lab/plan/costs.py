@@ -17,7 +17,7 @@ import torch
 from regtopk._version import __version__
 from regtopk.errors import StateError
 from regtopk.lab.plan.exchange import Units, Work
-from regtopk.lab.runs import write_json, writing_to
+from regtopk.lab.runs import write_json
 
 Line = dict[str, float]  # seconds per unit
 RECORDED = Path(__file__).with_name("gpu.json")  # the costs of a GPU, for where there is none
@@ -55,8 +55,6 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Keep it in a file."""
-        with writing_to(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(self))
 
 

@@ -174,12 +174,12 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
 def _code(method: PlannedMethod) -> str:
     """What the costs of its values are called; with imputation it is also found out who sent each entry."""
     code = COSTS_OF.get(method.value_code, method.value_code)
-    return f"{code} senders" if method.imputes else code
+    return f"{code} senders" if "impute" in method.options else code
 
 
 def _dense_sum(method: PlannedMethod, length: int, N: int) -> PlannedExchange:
     """Parts to the owners of the regions, and the sums from them."""
-    codes = method.value_code, method.sum_code
+    codes = method.value_code, method.options.get("sum_code", "float32")
     parts, sums = (region_bytes(length, N, (), torch.float32, code) for code in codes)
     units = {"calls": 1, "messages": N, "entries": (3 + 1 / N) * length}
     moves = [all_to_all(max(parts), N), all_gather(max(sums), N)]
@@ -189,7 +189,7 @@ def _dense_sum(method: PlannedMethod, length: int, N: int) -> PlannedExchange:
 def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExchange:
     """Everybody's entries to everybody; or, where that moves less, pieces to owners, and sums back."""
     codes = {"value_code": method.value_code, "index_code": method.index_code}
-    senders = sender_code([1 / N] * N) if method.imputes else None
+    senders = sender_code([1 / N] * N) if "impute" in method.options else None
     size = split_of(k, numel, N, dtype=torch.float32, sender_code=senders, **codes)
     line = f"sparse {_code(method)}"
     if N < 3 or size.piece_bytes + size.sums_bytes >= size.message_bytes:
@@ -209,15 +209,11 @@ def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: in
     piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
     costs = _code(method)
     coding = Work(f"sparse {costs}", {"calls": 1, "entries": 2 * k, "numel": owned})
-    gathered = all_gather(message, N)
+    back = all_gather(message, N)
+    back = told(back) if method.index_code == "rice" else back
     selection = Work(f"select {costs}", {"calls": 1, "entries": counts[1], **numel_units(owned)})
     summing = Work(f"sparse {costs}", {"calls": 1, "entries": (1 + N) * counts[1], "numel": numel})
     return [
         PlannedExchange("owners", N * piece, [told(all_to_all(piece, N))], [coding]),
-        PlannedExchange(
-            "owners",
-            message,
-            [told(gathered) if method.index_code == "rice" else gathered],
-            [selection, summing],
-        ),
+        PlannedExchange("owners", message, [back], [selection, summing]),
     ]

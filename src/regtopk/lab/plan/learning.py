@@ -7,7 +7,7 @@ import json
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from regtopk.core.codes import VALUE_BITS
 from regtopk.lab.method import Method
@@ -15,17 +15,16 @@ from regtopk.lab.plan.methods import DENSE, TORCH, PlannedMethod
 
 LEARNED = Path(__file__).with_name("learned.json")
 NEAR = 0.9  # with at least so many of its entries a method is taken to learn as a recorded one
-Optimizer = Literal["sgd", "adamw", "muon"]
-OPTIMIZERS = get_args(Optimizer)
+OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}  # as people write them
 
 
-def about(optimizer: Optimizer) -> str:
+def about(optimizer: str) -> str:
     """What was trained, and to what."""
     return str(_read(optimizer)["about"])
 
 
 @lru_cache(maxsize=16384)
-def relative_steps(method: PlannedMethod, optimizer: Optimizer, num_workers: int = 8) -> float | None:
+def relative_steps(method: PlannedMethod, optimizer: str, num_workers: int = 8) -> float | None:
     """How many times dense's steps a method takes to the same loss; infinite if it never gets there.
 
     Without a record of the method itself, one that sends less stands in (docs/planning.md). None if there is
@@ -71,5 +70,5 @@ def _sends_no_more(one: PlannedMethod, other: PlannedMethod) -> bool:
 
 
 @lru_cache(maxsize=3)
-def _read(optimizer: Optimizer) -> dict[str, Any]:
+def _read(optimizer: str) -> dict[str, Any]:
     return dict(json.loads(LEARNED.read_text(encoding="utf-8"))[optimizer])

@@ -1,8 +1,8 @@
 """The methods that are planned, and the words they are asked for with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from regtopk import recipes
 from regtopk.core.algorithm import check_density
@@ -26,9 +26,8 @@ RETURNED_EVERY = 4
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 DILOCO_EVERY = 16
 MOST_FRAGMENTS = 8
-SLOWER_UPDATES = (
-    f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"  # a tenth of the bytes
-)
+# a tenth of the bytes
+SLOWER_UPDATES = f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"
 # what docs/which-method.md advises with SGD and with AdamW, beside the recipes for Muon; a test compares
 ADVISED = (
     "consensus:density=0.01:value_code=4bit",
@@ -66,20 +65,14 @@ class PlannedMethod(NamedTuple):
         return self in _advised()
 
     @property
-    def imputes(self) -> bool:
-        """Whether workers must know who sent each entry."""
-        return "impute" in Method.read(self.name).options
+    def options(self) -> Mapping[str, Any]:
+        """The algorithm's other options, such as impute and sum_code."""
+        return Method.read(self.name).options
 
     @property
     def returned(self) -> float | None:
         """The part of J that comes back of a sum, where owners of entries add these up."""
-        part = Method.read(self.name).options.get("returned")
-        return None if part is None else float(part)
-
-    @property
-    def sum_code(self) -> str:
-        """How sums on a shared support come back."""
-        return str(Method.read(self.name).options.get("sum_code", "float32"))
+        return self.options.get("returned")
 
     @property
     def label(self) -> str:
@@ -154,8 +147,7 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
         if every is None:
             found.append(SLOWER_UPDATES)
         n = every or RETURNED_EVERY
-        parts = min(n, MOST_FRAGMENTS)
-        return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={parts}"]
+        return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={min(n, MOST_FRAGMENTS)}"]
     found = [label for label in labels if "exchange=" in label]
     for name, colon, rest in (label.partition(":") for label in labels if label not in found):
         found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in ([every] if every else EVERY)]

@@ -11,7 +11,7 @@ from regtopk.core.options import counted
 from regtopk.lab.method import Method
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import POWERSGD_RANK
-from regtopk.lab.plan.learning import about
+from regtopk.lab.plan.learning import OPTIMIZERS, about
 from regtopk.lab.plan.link import NCCL_HOP_S
 from regtopk.lab.plan.methods import DENSE, FP16, INDEX_CODE, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
@@ -22,7 +22,6 @@ from regtopk.recipes import RETURNED_FROM
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
 MAX_CURVES = 8
-OPTIMIZER_NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 UNKNOWN = "Faster links are not predicted: machines talk there by RDMA or NVLink."
 GLOO = "gloo's collectives, over TCP"
 NCCL = f"NCCL's collectives, over TCP, with {format_time(NCCL_HOP_S)} per hop beside the latency"
@@ -80,7 +79,6 @@ def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
 
 
 def _drawn(row: Prediction) -> str:
-    """The name of a curve."""
     return row.method.label if row.relative_steps is not None else f"{row.method.label} (per step)"
 
 
@@ -103,7 +101,7 @@ def table(plan: LinkPlan) -> list[dict[str, str]]:
 def verdict(plan: LinkPlan) -> str:
     """The answer: what to use, what it gains, and up to which bandwidth."""
     best, link = plan.best, plan.situation.link
-    where = f"for {OPTIMIZER_NAMES[plan.situation.optimizer]} with {plan.situation.num_workers} workers"
+    where = f"for {OPTIMIZERS[plan.situation.optimizer]} with {plan.situation.num_workers} workers"
     where += f" at {format_bandwidth(link.bandwidth)}"
     if link.bandwidth >= FAST:
         return f"Compression is not advised {where}: use no hook, unless you measure a gain. {UNKNOWN}"

@@ -9,7 +9,7 @@ from regtopk.core.options import check_integer
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import PlannedExchange, Workload, exchange_of, move_work
-from regtopk.lab.plan.learning import Optimizer, relative_steps
+from regtopk.lab.plan.learning import relative_steps
 from regtopk.lab.plan.link import hidden_s
 from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
 
@@ -27,7 +27,7 @@ class Situation:
     workload: Workload
     num_workers: int  # N, >= 2
     link: Link  # of every worker, latency one way; its compute_s is a step without an exchange
-    optimizer: Optimizer = "sgd"  # that trains: how many steps a method needs depends on it
+    optimizer: str = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
         check_integer("workers", self.num_workers, at_least=2, at_most=MOST_WORKERS)

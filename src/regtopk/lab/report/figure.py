@@ -129,7 +129,6 @@ def save_png(figure: "Figure", path: Path) -> None:
 
 def draw_inline(drawing: Drawing, *, salt: str) -> str:
     """One panel as an SVG element, without title and legend; `salt` keeps the ids of a page apart."""
-    import matplotlib
     import matplotlib.figure
 
     width, height = (INLINE_SCALE * inches for inches in drawing.size)
@@ -142,7 +141,6 @@ def draw_inline(drawing: Drawing, *, salt: str) -> str:
 
 def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
     """Rows of panels, and a strip for the legend at the bottom."""
-    import matplotlib
     import matplotlib.figure
     import matplotlib.lines
 

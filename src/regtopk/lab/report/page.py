@@ -93,7 +93,6 @@ def _legend(run: Run) -> str:
 
 
 def _key(style: Style) -> str:
-    """A piece of the method's line."""
     width = 1.6 * style.width
     dashes = " ".join(f"{width * length:.1f}" for length in style.dashes) or "none"
     line = f'<path d="M0 5h30" stroke="var(--{style.variable})" stroke-width="{width:.1f}"'

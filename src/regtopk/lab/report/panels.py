@@ -73,21 +73,20 @@ def _is_shown(record: Record, panel: Panel) -> bool:
     return (
         panel.x in record
         and all(record[name] in (value, None) for name, value in panel.where.items())
-        and (panel.x_max is None or _x_of(record, panel) <= panel.x_max)
+        and (panel.x_max is None or record[panel.x] <= panel.x_max)
         and bool(_per_seed(record[panel.y]))
     )
 
 
 def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
-    x = [_x_of(record, panel) for record in curve]
+    x = [record[panel.x] for record in curve]
     seeds = [_per_seed(record[panel.y]) for record in curve]
     y = [median(values) for values in seeds]
     if panel.marks == "stems":
         floor = panel.y_min or 0.0
-        taken = [(at, length) for at, length in zip(x, y, strict=True) if length > floor]
-        x, y = [at for at, _ in taken], [length for _, length in taken]
-        axes.vlines(x, floor, y, color=style.light, lw=0.9, alpha=0.6)
-        axes.plot(x, y, "o", ms=4, color=style.light, mew=0)
+        taken = {at: length for at, length in zip(x, y, strict=True) if length > floor}
+        axes.vlines([*taken], floor, [*taken.values()], color=style.light, lw=0.9, alpha=0.6)
+        axes.plot([*taken], [*taken.values()], "o", ms=4, color=style.light, mew=0)
         return
     axes.plot(x, y, marker="o" if len(x) == 1 else "", **named(style), **line_of(style))
     if any(len(values) > 1 for values in seeds) and not style.is_grey:
@@ -96,7 +95,7 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
     if panel.dots is not None:
         dotted = [record for record in curve if panel.dots in record]
         dotted = dotted[:: max(1, len(dotted) // MAX_CIRCLES)]
-        at = [_x_of(record, panel) for record in dotted], [record[panel.dots] for record in dotted]
+        at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
         axes.plot(*at, "o", ms=5, mfc="none", mec=style.light, mew=0.9, zorder=3)
 
 
@@ -148,11 +147,6 @@ def _power_of_ten(exponent: int) -> str:
     if -2 <= exponent <= 3:
         return f"{10.0**exponent:g}"
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def _x_of(record: Record, panel: Panel) -> float:
-    values = _per_seed(record[panel.x])
-    return values[0] if len(values) == 1 else fmean(values)
 
 
 def _per_seed(value: Any) -> list[float]:

@@ -24,7 +24,7 @@ class Panel:
     """One set of axes: which fields of the records are drawn against which, one curve per method."""
 
     title: str
-    x: str  # field of the records; a list there has one value per seed, and their mean is drawn
+    x: str  # field of the records, a number
     y: str  # field of the records; a list there has one value per seed, drawn as median and range
     x_label: str
     y_label: str

@@ -41,7 +41,15 @@ class RunWriter:
         try:
             with writing_to(folder):
                 if self.is_continued:
-                    self._header = _continued(folder, header, shared or {})
+                    old = check_same_settings(folder, header["experiment"], shared or {})
+                    commands = [*old["command"].splitlines(), header["command"]]
+                    self._header = {
+                        **old,
+                        **header,
+                        "versions": old["versions"],
+                        "command": "\n".join(dict.fromkeys(commands)),  # the new one stands below
+                        "config": {**old["config"], **header["config"]},
+                    }
                     content = (folder / METRICS).read_bytes()
                     os.truncate(folder / METRICS, content.rfind(b"\n") + 1)  # a kill can leave half a line
                 else:
@@ -104,6 +112,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     new = path.with_name(f"{path.name}.new")
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     with writing_to(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(text, encoding="utf-8")
         new.replace(path)
 
@@ -141,16 +150,3 @@ def _open_locked(folder: Path) -> TextIO:
         file.close()
         raise OutputError(f"output folder must not be written by another process, got {folder}") from None
     return file
-
-
-def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The old header with the new settings; the new command stands below the old ones."""
-    old = check_same_settings(folder, header["experiment"], shared)
-    commands = [*old["command"].splitlines(), header["command"]]
-    return {
-        **old,
-        **header,
-        "versions": old["versions"],
-        "command": "\n".join(dict.fromkeys(commands)),
-        "config": {**old["config"], **header["config"]},
-    }

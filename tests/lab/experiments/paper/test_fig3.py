@@ -32,7 +32,7 @@ def test_only_the_papers_protocol_is_compared_with_what_was_published() -> None:
 def test_a_preset_evaluates_at_round_steps_and_its_network_takes_its_images(preset: str) -> None:
     config = CompareConfig(**PRESETS[preset])
     assert len(config.stops) == config.num_evaluations + 1 and config.stops[-1] == config.num_steps
-    network = NETWORKS[config.kind.network](10).to("meta")  # type: ignore[attr-defined]
+    network = NETWORKS[config.kind.architecture](10).to("meta")  # type: ignore[attr-defined]
     size = {"cifar10": (2, 3, 32, 32), "digits": (2, 1, 8, 8)}[config.kind.data_set]  # type: ignore[attr-defined]
     assert network(torch.zeros(size, device="meta")).shape == (2, 10)
 

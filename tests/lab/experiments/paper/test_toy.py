@@ -10,8 +10,7 @@ import torch
 from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.experiment import silent
-from regtopk.lab.experiments.paper.fig1 import FIG1, ToyConfig
-from regtopk.lab.experiments.paper.scaling import SCALING, ScalingConfig, grads, risk
+from regtopk.lab.experiments.paper.toy import FIG1, SCALING, ScalingConfig, ToyConfig, grads, risk
 from regtopk.lab.experiments.tasks import convex
 
 

@@ -61,10 +61,8 @@ class ByteProbe:
             return 1.0
         while high - low > TOLERANCE:
             middle = (low + high) / 2
-            if self.bytes_of(method, math.exp(middle)) <= budget:
-                low = middle
-            else:
-                high = middle
+            fits = self.bytes_of(method, math.exp(middle)) <= budget
+            low, high = (middle, high) if fits else (low, middle)
         return math.exp(low)
 
 

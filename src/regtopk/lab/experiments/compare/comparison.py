@@ -69,6 +69,10 @@ class Comparison(Experiment[CompareConfig]):
         header["config"] |= problem.contents
         shared = {**config.shared, **problem.contents}
         numel = problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel
+
+        def train_searched(run: MethodAt, seed: int) -> Iterator[Record]:
+            return _train(config, problem.task([seed], is_search=True), run)
+
         with _kernels(config.deterministic), threads_for(numel):
             rows = rows_of(config, problem)  # before the folder is claimed: bytes may be too few for one
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
@@ -76,8 +80,8 @@ class Comparison(Experiment[CompareConfig]):
                     stale.unlink(missing_ok=True)
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
-                groups = _groups(config, rows, done, numel)
-                for new in self._run(config, problem, folder, groups, done, progress):
+                search = Search(config, folder, done, train_searched)
+                for new in self._run(search, problem, _groups(config, rows, done, numel), progress):
                     writer.add(new)
                 with reading_from(folder, "summarised"):
                     summary = self.summarise(config, read_records(folder))
@@ -85,25 +89,14 @@ class Comparison(Experiment[CompareConfig]):
         return summary
 
     def _run(
-        self,
-        config: CompareConfig,
-        problem: Problem,
-        folder: Path,
-        groups: Sequence[Group],
-        done: list[Record],
-        progress: ShowProgress,
+        self, search: Search, problem: Problem, groups: Sequence[Group], progress: ShowProgress
     ) -> Iterator[Record]:
-        metric = config.kind.metric
-
-        def train_searched(run: MethodAt, seed: int) -> Iterator[Record]:
-            return _train(config, problem.task([seed], is_search=True), run)
-
-        search = Search(config, folder, done, train_searched)
+        config, metric = search.config, search.config.kind.metric
         for place, (row, seeds) in enumerate(groups):
             label, begun = row.grid.label, place / len(groups)
             progress(begun, f"{label}, training")
             run, searched = search.pick(row, partial(progress, begun))
-            checkpoint = Checkpoint(folder, label, run.density, seeds)
+            checkpoint = Checkpoint(search.folder, label, run.density, seeds)
             for new in _train(config, problem.task(seeds), run, checkpoint):
                 fraction = (place + new["step"] / config.stops[-1]) / len(groups)
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
@@ -112,14 +105,7 @@ class Comparison(Experiment[CompareConfig]):
 
 
 class Checkpoint:
-    """Where the training of a method stands: a file in the results folder, one for each method.
-
-    Args:
-        folder: of the results; all its runs share their settings.
-        label: of the method's row; another row may train the same method.
-        density: of the run.
-        seeds: that are trained at once.
-    """
+    """Where the training of a row's seeds stands: a file in the results folder, one for each row."""
 
     def __init__(self, folder: Path, label: str, density: float | None, seeds: Sequence[int]) -> None:
         self._path = folder / CHECKPOINTS.replace("*", sha256(label.encode()).hexdigest()[:12])
@@ -194,7 +180,7 @@ def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: floa
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
     qualities, losses = trainer.evaluate(), trainer.take_losses()
     time_s = time.perf_counter() - start
-    moved, diverged = {name: trainer.moved_bytes(name) for name in MOVED}, trainer.is_diverged
+    moved, diverged = {name: trainer.moved_bytes(name) for name in MOVED}, trainer.is_diverged.tolist()
     ring_bytes = all_reduce_bytes(4 * trainer.task.layout.numel, trainer.task.num_workers)
     for place, seed in enumerate(seeds):
         yield {

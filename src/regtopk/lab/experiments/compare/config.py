@@ -86,7 +86,6 @@ class CompareConfig(TaskSettings):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        """Fill in the task's defaults, and check the settings."""
         check_choice("task", self.task, TASKS)
         for name, default in {"optimizer": "sgd", **self.defaults}.items():
             object.__setattr__(self, name, getattr(self, name) or default)
@@ -123,7 +122,7 @@ class CompareConfig(TaskSettings):
             if method.beta2 is not None and method.optimizer not in WITH_BETA2:
                 known = " or ".join(WITH_BETA2)
                 raise ArgumentError(f"beta2 must stand with optimizer={known}, got {method.label!r}")
-            if OPTIMIZERS[method.optimizer].has_muon and not self.kind.has_blocks:
+            if OPTIMIZERS[method.optimizer].muon_momentum is not None and not self.kind.has_blocks:
                 raise ArgumentError(
                     f"optimizer must not be {method.optimizer} for {self.task}, whose model has no blocks of "
                     f"matrices, got {method.label!r}"

@@ -1,7 +1,4 @@
-"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page.
-
-`comparison` makes the records.
-"""
+"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -106,7 +103,6 @@ def finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Ke
 
 
 def _finals(config: CompareConfig, curves: Curves) -> dict[int, float]:
-    """The mean of the last evaluations, by seed."""
     metric, num_last = config.kind.metric, config.kind.num_last
     return {seed: fmean(r[metric] for r in curve[-num_last:]) for seed, curve in curves.items()}
 
@@ -173,7 +169,10 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
     finals, base = _finals(config, curves[key]), _base_of(config, curves, key)
     values = list(finals.values())
     ends = [curve[-1] for curve in curves[key].values()]
-    moved = {name: _per_step(config, ends, f"{name}_bytes") for name in MOVED}
+    moved: dict[str, float | None] = {}
+    for name in MOVED:
+        counts = [r[f"{name}_bytes"] for r in ends if f"{name}_bytes" in r]  # records may be older than it
+        moved[name] = fmean(counts) / config.stops[-1] if len(counts) == len(ends) else None
     less = moved["dense"] / moved["received"] if moved["dense"] and moved["received"] else None
     off_base = None if base == key else difference(finals, _finals(config, curves[base]))
     return {
@@ -197,12 +196,6 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
         "seconds_a_run": fmean(r["time_s"] for r in ends),
         "compress_share": sum(r["compress_s"] for r in ends) / sum(r["time_s"] for r in ends),
     }
-
-
-def _per_step(config: CompareConfig, ends: Sequence[Record], name: str) -> float | None:
-    """The mean of a count over seeds, per step; None if records are older than the count."""
-    counts = [r[name] for r in ends if name in r]
-    return fmean(counts) / config.stops[-1] if len(counts) == len(ends) else None
 
 
 def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class Search:
         return self._search(row, say)
 
     def _search(self, row: GridAt, say: Callable[[str], None]) -> tuple[MethodAt, Record]:
-        """Search anew."""
         grid, sign = row.grid, -1 if self.config.kind.is_better_higher else 1
         num_runs = min(self.config.num_search_runs or len(row.runs), len(row.runs))
         found: dict[GridPoint, Record] = {}

@@ -25,14 +25,7 @@ class Examples(NamedTuple):
     num_classes: int
     fingerprint: str = ""  # tells data sets apart, and orders of one: else the batches of a seed are the same
     token_bytes: Tensor | None = None  # how many bytes each class stands for, if that is counted
-    validation: Tensor | None = None  # what searches are judged by; None: the test examples
-    validation_targets: Tensor | None = None
-
-    def for_search(self) -> "Examples":
-        """The same with the validation part as the test."""
-        if self.validation is None or self.validation_targets is None:
-            return self
-        return self._replace(test=self.validation, test_targets=self.validation_targets)
+    validation: tuple[Tensor, Tensor] | None = None  # what searches are judged by; None: the test examples
 
 
 _NOTHING = torch.empty(0)
@@ -56,24 +49,24 @@ def _channels_last(images: Tensor) -> Tensor:
     return images.permute(0, 2, 3, 1).contiguous()
 
 
-def of_text(text: Text, device: str, window: int) -> Examples:
+def of_text(text: Text, device: str, window: int, most_tested: int) -> Examples:
     """Windows of a text: all but the last token of each are read, all but the first predicted.
 
-    Both are views of one vector on the device: 90 million tokens take 720 MB.
+    Those to train on are views of one vector on the device: 90 million tokens take 720 MB. Of the others
+    there are at most so many, evenly spread.
     """
-    train, test = (windows(tokens.to(device), window) for tokens in (text.train, text.test))
-    places = torch.arange(len(train))
-    examples = Examples(
-        train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:], places, text.vocabulary_size, text.sha256
-    )
+    train = windows(text.train.to(device), window)
+
+    def some(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        found = windows(tokens.to(device), window)
+        found = found[:: -(-len(found) // most_tested)]
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+    places, fixed = torch.arange(len(train)), (text.vocabulary_size, text.sha256)
+    examples = Examples(train[:, :-1], train[:, 1:], *some(text.test), places, *fixed)
     if text.validation is None or text.token_bytes is None:
         return examples
-    validation = windows(text.validation.to(device), window)
-    return examples._replace(
-        token_bytes=text.token_bytes.to(device),
-        validation=validation[:, :-1],
-        validation_targets=validation[:, 1:],
-    )
+    return examples._replace(token_bytes=text.token_bytes.to(device), validation=some(text.validation))
 
 
 def _fingerprint(*tensors: Tensor) -> str:

@@ -67,13 +67,13 @@ def read_public(name: str) -> bytes:
     return content
 
 
-def fetch_public(name: str) -> Path:
+def fetch_public(name: str) -> None:
     """Fetch a file of `FILES`, unless the folder has it; nothing is kept that is not the public file."""
     file, folder = FILES[name], data_folder()
     path = folder / (f"{name}.gz" if file.member.endswith(".gz") else name)
     if (folder / name).exists() or path.exists():
         read_public(name)
-        return path
+        return
     url = f"{HOST}/{file.archive}"
     try:
         with urlopen(url, timeout=TIMEOUT_S) as answer, tarfile.open(fileobj=answer, mode="r|gz") as archive:
@@ -85,7 +85,6 @@ def fetch_public(name: str) -> Path:
     if not _is_right(name, _unzipped(content)):
         raise OutputError(f"{name} must be the public file, got another from {url}")
     write_file(path, content)
-    return path
 
 
 def write_file(path: Path, content: bytes) -> None:

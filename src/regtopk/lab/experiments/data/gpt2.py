@@ -41,7 +41,6 @@ def gpt2_tokens(text_sha256: str, read_parts: Callable[[], Sequence[str]]) -> tu
 
 
 def _encoded(parts: Sequence[str]) -> dict[str, Any]:
-    """The arrays of a file of tokens."""
     with importing("tokens of GPT-2 need tokenizers: pip install 'regtopk[text]'"):
         from tokenizers import Tokenizer, models, pre_tokenizers
     vocabulary, merges = (read_public(name).decode("utf-8") for name in GPT2_FILES)

@@ -1,5 +1,6 @@
 """How training examples are divided among workers, how workers weigh, and the order each draws them in."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -66,13 +67,12 @@ def weights_of(parts: Sequence[Tensor], split: str) -> list[float]:
 def _dirichlet(
     by_label: Tensor, labels: Tensor, num_workers: int, alpha: float, generator: torch.Generator
 ) -> list[Tensor]:
-    parts: list[list[Tensor]] = [[] for _ in range(num_workers)]
+    by_class = []
     for label in labels.unique().tolist():
         members = by_label[labels[by_label] == label]
         cuts = (dirichlet_shares(num_workers, alpha, generator).cumsum(0) * len(members)).round().long()[:-1]
-        for pieces, piece in zip(parts, members.tensor_split(cuts), strict=True):
-            pieces.append(piece)
-    divided = [torch.cat(pieces) for pieces in parts]
+        by_class.append(members.tensor_split(cuts))
+    divided = [torch.cat(pieces) for pieces in zip(*by_class, strict=True)]
     for worker in range(num_workers):  # a worker without examples cannot train
         if len(divided[worker]) == 0:
             donor = max(range(num_workers), key=lambda n: len(divided[n]))
@@ -93,11 +93,9 @@ def dirichlet_shares(num: int, alpha: float, generator: torch.Generator) -> Tens
 def batch_order(parts: list[Tensor], batch_size: int, num_steps: int, seed: int) -> Tensor:
     """The examples of every step, (T, N, B): each worker shuffles its own anew for every pass over them."""
     generator = torch.Generator().manual_seed(seed + 1_000_003)
-    columns = []
+    columns, num = [], num_steps * batch_size
     for part in parts:
-        needed, drawn = num_steps * batch_size, []
-        while needed > 0:
-            drawn.append(part[torch.randperm(len(part), generator=generator)])
-            needed -= len(part)
-        columns.append(torch.cat(drawn)[: num_steps * batch_size].view(num_steps, batch_size))
+        passes = range(math.ceil(num / len(part)))
+        drawn = torch.cat([part[torch.randperm(len(part), generator=generator)] for _ in passes])
+        columns.append(drawn[:num].view(num_steps, batch_size))
     return torch.stack(columns, dim=1)

@@ -1,6 +1,5 @@
 """Text as tokens: characters, bytes or those of GPT-2, of a file the user has or of the sources of torch."""
 
-from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -33,23 +32,25 @@ class Text(NamedTuple):
     token_bytes: Tensor | None = None  # of each token of the vocabulary; None where that is not counted
 
 
-def load_text(
-    path: Path | None, *, tokens: str = "characters", sources: Callable[[], str] | None = None, window: int
-) -> Text:
+def load_text(path: Path | None, *, tokens: str = "characters", window: int) -> Text:
     """Read a text as tokens, each of its parts at least one example long.
 
     Args:
-        path: a file in UTF-8, or the name of a public text that was fetched.
+        path: a file in UTF-8, or the name of a public text that was fetched; None: `torch_sources`.
         tokens: one of `TOKENS`. characters: those found; the last tenth is the test. bytes: 256 of them, and
             gpt2: pieces of words; the last twentieth is the test, the one before it the validation.
-        sources: makes the text where there is no file; None: `torch_sources`.
         window: tokens per example.
     """
     check_choice("tokens", tokens, TOKENS)
 
     @cache
     def content() -> bytes:
-        return _read(path) if path else (sources or torch_sources)().encode()
+        if path is None:
+            return torch_sources().encode()
+        try:
+            return read_public(str(path)) if str(path) in TEXTS else path.read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"text must be a file, got {path}: {error.strerror}") from error
 
     def parts() -> list[str]:
         _decoded(content(), path)  # as a whole: an error then names the place
@@ -136,15 +137,6 @@ def torch_sources(folder: Path | None = None, least: int = LEAST_OF_TORCH) -> st
         test.append(train.pop(0))
         num_test += len(drawn[test[-1]])
     return b"".join(drawn[name] for name in (*sorted(train), *sorted(test))).decode("ascii")
-
-
-def _read(path: Path) -> bytes:
-    if str(path) in TEXTS:
-        return read_public(str(path))
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"text must be a file, got {path}: {error.strerror}") from error
 
 
 def _decoded(content: bytes, path: Path | None) -> str:

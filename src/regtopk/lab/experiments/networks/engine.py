@@ -162,9 +162,8 @@ class Engine:
             loss = F.cross_entropy(scores.flatten(0, -2), y.flatten(), reduction="none")
             losses = loss.view(len(x), -1).mean(-1)
             grads = torch.autograd.grad(losses.sum(), list(network.parameters()))
-        torch.cat(
-            [grad.flatten(1).float() for grad in grads], 1, out=self._grads
-        )  # faster than copies into views
+        # faster than copies into views
+        torch.cat([grad.flatten(1).float() for grad in grads], 1, out=self._grads)
         self._losses.copy_(losses.detach())
 
     def _read(self, inputs: Tensor) -> Tensor:

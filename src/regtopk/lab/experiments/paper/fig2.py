@@ -61,7 +61,6 @@ class Fig2Config:
     record_every: int = option(25, integer(at_least=1))
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         check_options(self)
         num_entries = self.num_workers * self.numel * self.num_points * len(parse_seeds(self.seeds))
         check_integer("num_workers * numel * num_points * seeds", num_entries, at_most=MOST_ENTRIES)
@@ -122,22 +121,22 @@ def _descend(config: Fig2Config, table: Curves) -> Iterator[tuple[int, Tensor, T
 
 def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:
     """Final distances, jumps, and how many seeds follow dense: within three times its distance."""
-    final: dict[str, dict[str, list[float]]] = {method: {} for method in METHODS}
-    jumps: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
-    tracking: dict[str, dict[str, int]] = {method: {} for method in METHODS}
-    for record in records:
-        method, key = record["method"], str(record["density"])
-        final[method][key], jumps[method][key] = record["distance"], record["jumps"]
-        tracking[method][key] = record["following"]
+    last = {(record["method"], record["density"]): record for record in records}
     rows: list[dict[str, Any]] = []
-    for key in map(str, config.densities):
-        distance = {method: median(final[method][key]) for method in METHODS}
-        counts = {method: f"{tracking[method][key]}/{len(parse_seeds(config.seeds))}" for method in METHODS}
-        num_jumps = {method: sum(jumps[method][key]) for method in METHODS}
-        rows.append({"measure": f"S = {key}, distance", **distance})
-        rows.append({"measure": f"S = {key}, following", **counts})
-        rows.append({"measure": f"S = {key}, jumps", **num_jumps})
-    return {"final_distance": final, "num_tracking_dense": tracking, "num_jumps": jumps, "table": rows}
+    for density in config.densities:
+        ends = {method: last[method, density] for method in METHODS}
+        distance = {method: median(end["distance"]) for method, end in ends.items()}
+        counts = {method: f"{end['following']}/{len(end['distance'])}" for method, end in ends.items()}
+        num_jumps = {method: sum(end["jumps"]) for method, end in ends.items()}
+        rows.append({"measure": f"S = {density}, distance", **distance})
+        rows.append({"measure": f"S = {density}, following", **counts})
+        rows.append({"measure": f"S = {density}, jumps", **num_jumps})
+    fields = {"final_distance": "distance", "num_tracking_dense": "following", "num_jumps": "jumps"}
+    found = {
+        key: {method: {str(d): last[method, d][name] for d in config.densities} for method in METHODS}
+        for key, name in fields.items()
+    }
+    return {**found, "table": rows}
 
 
 def panels(config: Fig2Config) -> Sequence[Panel]:

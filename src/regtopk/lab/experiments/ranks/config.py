@@ -60,7 +60,6 @@ class TrainConfig(CompareConfig):
     collective: Collective = option("auto", one_of("auto", "all_gather", "split"))
 
     def __post_init__(self) -> None:
-        """Fill in the defaults, and check what a comparison does not check."""
         check_choice("task", self.task, DEFAULTS)
         super().__post_init__()
         for name in SIMULATED:

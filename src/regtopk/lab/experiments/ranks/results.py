@@ -19,10 +19,8 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
     name, words = f"test_{config.kind.metric.removeprefix('test_')}", config.metric_words or DIGITS_READ
     curves = by_method(records)
     final = {method: own[-1] for method, own in curves.items()}
-    sent, received = (
-        {method: record[name] for method, record in final.items()}
-        for name in ("sent_bytes", "received_bytes")
-    )
+    sent = {method: record["sent_bytes"] for method, record in final.items()}
+    received = {method: record["received_bytes"] for method, record in final.items()}
 
     def median_of(measure: str) -> dict[str, float]:
         timed = {m: [r[measure] for r in own if r["step"] > 0 and measure in r] for m, own in curves.items()}
@@ -52,8 +50,8 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
         {"measure": label, **{method: unit * x for method, x in measures[of].items()}}
         for label, of, unit in rows
     ]
-    found = {"finding": finding(config, measures[name], received)}
-    return {"task": config.task, **measures, "table": table, "notes": [ON_ONE_MACHINE], **found}
+    said = {"notes": [ON_ONE_MACHINE], "finding": finding(config, measures[name], received)}
+    return {"task": config.task, **measures, "table": table, **said}
 
 
 def finding(config: TrainConfig, quality: dict[str, float], received: dict[str, float]) -> str:
@@ -62,7 +60,7 @@ def finding(config: TrainConfig, quality: dict[str, float], received: dict[str, 
     reads = (
         "{:.1f} % of the test digits are read right" if config.task == "digits" else "the test loss is {:.3f}"
     )
-    own, dense = (f"{reads.format(quality[each])}" for each in (method, "dense"))
+    own, dense = (reads.format(quality[each]) for each in (method, "dense"))
     less = received["dense"] / max(1, received[method])
     return (
         f"{config.num_workers} processes trained on {config.task} for {config.num_steps} steps. With "

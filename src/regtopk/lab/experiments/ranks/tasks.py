@@ -1,8 +1,8 @@
 """What a rank learns: a network, mini-batches of its own, and numbers that say how good a model is."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,6 @@ def _digits(config: TrainConfig, saved: list[Any], seed: int) -> RankTask:
     torch.manual_seed(seed)
     network = perceptron(digits.train.shape[1], *HIDDEN, 10).to(digits.train.device)
 
-    def batches() -> Iterator[Tensor]:
-        whole = config.batch_size * config.num_workers
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(digits.train), generator=generator)
-            for start in range(0, len(order) - whole + 1, whole):  # a batch that would be short is left out
-                yield order[start : start + whole][dist.get_rank() :: config.num_workers]
-
     @torch.no_grad()
     def evaluate(network: nn.Module) -> dict[str, float]:
         """The loss of all training digits, and the percent of the test digits that are read right."""
@@ -80,7 +72,12 @@ def _digits(config: TrainConfig, saved: list[Any], seed: int) -> RankTask:
         is_right = network(digits.test).argmax(-1) == digits.test_labels
         return {"loss": float(loss), "accuracy": 100 * float(is_right.float().mean())}
 
-    order = torch.stack(list(islice(batches(), config.num_steps)))
+    size = config.batch_size * config.num_workers
+    num_batches = len(digits.train) // size  # of a pass; one that would be short is left out
+    passes = range(math.ceil(config.num_steps / num_batches))
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randperm(len(digits.train), generator=generator)[: num_batches * size] for _ in passes]
+    order = torch.cat(drawn).view(-1, size)[: config.num_steps, dist.get_rank() :: config.num_workers]
     # a small bucket: several of them even in so small a model, as a large one has
     return RankTask(network, order, digits.train, digits.train_labels, evaluate, bucket_mb=0.1)
 

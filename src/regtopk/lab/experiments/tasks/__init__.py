@@ -37,7 +37,10 @@ class Problem:
         """
         key = is_search, *seeds
         if self._last is None or self._last[0] != key:
-            examples = self._examples.for_search() if is_search else self._examples
+            examples = self._examples
+            if is_search and examples.validation is not None:
+                test, test_targets = examples.validation
+                examples = examples._replace(test=test, test_targets=test_targets)
             self._last = key, self._kind(self._config, seeds, examples)
         return self._last[1]
 

@@ -1,6 +1,5 @@
 """Perceptrons on images: gradients of all workers at once, by torch.func."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar
 
@@ -27,10 +26,6 @@ class Classification(NetworkTask):
     num_last = 3  # accuracies are noisy
     data_set: ClassVar[str]  # what it is learned from
     hidden: ClassVar[tuple[int, ...]]  # the widths of its hidden layers
-
-    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
-        super().__init__(config, seeds, examples)
-        self.network = self.make_network(config, examples, seed=0)
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:

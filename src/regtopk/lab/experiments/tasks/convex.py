@@ -4,7 +4,6 @@ Figures 1 and 2 show them; as tasks of `compare` any method can be tried on them
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,18 +22,14 @@ MEAN_VARIANCE, NOISE_VARIANCE = 5.0, 0.5
 
 def risk(w: Tensor) -> Tensor:
     """F(w), the mean of the F_n."""
-    x = -(_points(w) @ w)
+    x = -(w.new_tensor(POINTS) @ w)
     return (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))).mean()  # log(1 + exp x), but exp may overflow
 
 
 def grads(w: Tensor) -> Tensor:
     """The workers' gradients, (2, 2)."""
-    points = _points(w)
+    points = w.new_tensor(POINTS)
     return -points * torch.sigmoid(-(points @ w)).unsqueeze(-1)
-
-
-def _points(w: Tensor) -> Tensor:
-    return torch.tensor(POINTS, dtype=w.dtype, device=w.device)
 
 
 @dataclass(frozen=True)
@@ -87,11 +82,10 @@ class ConvexTask(Task):
 
     is_better_higher = False
 
-    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples = NO_EXAMPLES) -> None:
-        super().__init__(config, seeds, examples)
-        self.weights = [[1 / config.num_workers] * config.num_workers] * len(self.seeds)
-        self._start = self.draw_start().to(config.device)
-        self.layout = Layout.anonymous(self._start.shape[-1])
+    def __init__(self, config: TaskSettings, seeds: Sequence[int], start: Tensor) -> None:
+        super().__init__(config, seeds, NO_EXAMPLES)
+        self.weights = [[1 / config.num_workers] * config.num_workers] * len(seeds)
+        self._start, self.layout = start.to(config.device), Layout.anonymous(start.shape[-1])
 
     @classmethod
     def check(cls, config: TaskSettings) -> None:
@@ -105,10 +99,6 @@ class ConvexTask(Task):
         """Nothing: the problem is drawn by its seed."""
         return NO_EXAMPLES
 
-    @abstractmethod
-    def draw_start(self) -> Tensor:
-        """The first models, (R, J)."""
-
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The metric of each model."""
         return [{self.metric: value} for value in self.grads(models, 0)[1].tolist()]
@@ -120,16 +110,15 @@ class Toy(ConvexTask):
     metric = "risk"
     defaults: ClassVar = dict(num_workers=2, num_steps=100, batch_size=1, lr=(0.9,))
 
+    def __init__(self, config: TaskSettings, seeds: Sequence[int], _: Examples) -> None:
+        super().__init__(config, seeds, torch.tensor([[0.0, 1.0]] * len(seeds), dtype=torch.float64))
+
     @classmethod
     def check(cls, config: TaskSettings) -> None:
         """Refuse settings that the task does not have."""
         super().check(config)
         if config.num_workers != len(POINTS):
             raise ArgumentError(f"num_workers must be {len(POINTS)} for toy, got {config.num_workers}")
-
-    def draw_start(self) -> Tensor:
-        """w = (0, 1), for every seed."""
-        return torch.tensor([[0.0, 1.0]] * len(self.seeds), dtype=torch.float64)
 
     def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Of the logistic loss."""
@@ -142,11 +131,10 @@ class LinearRegression(ConvexTask):
     metric = "distance"
     defaults: ClassVar = dict(num_workers=20, num_steps=2500, batch_size=500, lr=(0.01,))
 
-    def draw_start(self) -> Tensor:
-        """Zero, for every seed."""
-        sizes = {"num_workers": self.num_workers, "num_points": self.config.batch_size}
-        self.problems = draw_regressions(self.seeds, **sizes, device=self.config.device)
-        return torch.zeros_like(self.problems.optimum)
+    def __init__(self, config: TaskSettings, seeds: Sequence[int], _: Examples) -> None:
+        sizes = {"num_workers": config.num_workers, "num_points": config.batch_size}
+        self.problems = draw_regressions(seeds, **sizes, device=config.device)
+        super().__init__(config, seeds, torch.zeros_like(self.problems.optimum))
 
     def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """A_n w - b_n, and ||w - w*||."""

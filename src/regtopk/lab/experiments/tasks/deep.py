@@ -3,24 +3,21 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples, of_images, of_text
-from regtopk.lab.experiments.data.text import TOKENS, load_text
+from regtopk.lab.experiments.data.text import load_text
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.gpt import GPT
-from regtopk.lab.experiments.tasks.task import NetworkTask, TaskSettings
+from regtopk.lab.experiments.tasks.task import DTYPES, NetworkTask, TaskSettings
 
 HEAD = 64  # width of an attention head; a narrower network has one head
-MOST_TESTED = 4096  # windows of the test part that are evaluated, evenly spread over it
+MOST_TESTED = 4096  # windows of the test part that are evaluated
 NUM_BRANCHES = 8  # workers of a seed that run side by side in a CUDA graph
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class DeepTask(NetworkTask):
@@ -34,12 +31,6 @@ class DeepTask(NetworkTask):
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
         super().__init__(config, seeds, examples)
         self._engines: dict[bool, Engine] = {}  # by whether workers have weights of their own
-
-    @classmethod
-    def check(cls, config: TaskSettings) -> None:
-        """Refuse a precision that is not there."""
-        super().check(config)
-        check_choice("precision", config.precision, DTYPES)
 
     def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """In buffers that the next call overwrites."""
@@ -56,7 +47,7 @@ class DeepTask(NetworkTask):
         has_own_weights |= is_stacked  # one pass for all workers has their weights, be they equal or not
         if has_own_weights not in self._engines:
             self._engines[has_own_weights] = Engine(
-                self.make_network(self.config, self.examples, seed=0),
+                self.network,
                 self.examples,
                 num_models=len(self.seeds),
                 num_workers=self.num_workers,
@@ -89,9 +80,8 @@ class Gpt(DeepTask):
 
     @classmethod
     def check(cls, config: TaskSettings) -> None:
-        """Refuse tokens that are not there, and sizes that make no network."""
+        """Refuse sizes that make no network, and a split by classes."""
         super().check(config)
-        check_choice("tokens", config.tokens, TOKENS)
         if config.width > HEAD and config.width % HEAD:
             raise ArgumentError(f"width must be a multiple of {HEAD}, or smaller, got {config.width}")
         if config.split.startswith("dirichlet"):
@@ -99,15 +89,10 @@ class Gpt(DeepTask):
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:
-        """Windows of the text, those of the test and of the validation thinned out."""
+        """Windows of the text."""
         window = config.context + 1
-        path = Path(config.data) if config.data else None
-        examples = of_text(load_text(path, tokens=config.tokens, window=window), config.device, window)
-        thinned: dict[str, Any] = {}
-        for name in ("test", "test_targets", "validation", "validation_targets"):
-            if (part := getattr(examples, name)) is not None:  # at most MOST_TESTED windows, evenly spread
-                thinned[name] = part[:: -(-len(part) // MOST_TESTED)].contiguous()
-        return examples._replace(**thinned)
+        text = load_text(Path(config.data) if config.data else None, tokens=config.tokens, window=window)
+        return of_text(text, config.device, window, MOST_TESTED)
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The test loss, also in bits per byte where bytes are counted, and what is guessed right."""
@@ -132,7 +117,7 @@ class ImageNetwork(DeepTask):
     is_better_higher = True
     num_last = 5
     num_at_once = 3
-    network: ClassVar[str]  # one of NETWORKS
+    architecture: ClassVar[str]  # one of NETWORKS
     data_set: ClassVar[str] = "cifar10"
     defaults: ClassVar = dict(num_workers=8, num_steps=2520, batch_size=20, lr=(0.01,))
 
@@ -144,24 +129,24 @@ class ImageNetwork(DeepTask):
     @classmethod
     def draw_network(cls, config: TaskSettings, examples: Examples) -> nn.Module:
         """With torchvision's initialisation."""
-        return NETWORKS[cls.network](examples.num_classes)
+        return NETWORKS[cls.architecture](examples.num_classes)
 
 
 class ResNet18Task(ImageNetwork):
     """CIFAR-10 with ResNet-18."""
 
-    network = "resnet18"
+    architecture = "resnet18"
 
 
 class ResNet18GroupNormTask(ImageNetwork):
     """CIFAR-10 with ResNet-18 and group norm, which torch.compile makes twice as fast."""
 
-    network = "resnet18-gn"
+    architecture = "resnet18-gn"
     is_compiled = True
 
 
 class SmallCnnTask(ImageNetwork):
     """Digits with a small convolutional network, for a quick look on a CPU."""
 
-    network = "small-cnn"
+    architecture = "small-cnn"
     data_set = "digits"

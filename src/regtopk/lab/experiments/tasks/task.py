@@ -11,14 +11,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.options import check_integer, integer, option, within
+from regtopk.core.options import check_integer, integer, one_of, option, within
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples
 from regtopk.lab.experiments.data.splits import batch_order, divide, weights_of
+from regtopk.lab.experiments.data.text import TOKENS
 from regtopk.lab.experiments.networks.flat import flatten, layout_of
 
 MOST_DRAWS = 2**30  # of examples, which are drawn before a training
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class TaskSettings:
     num_steps: int = option(0, integer(at_least=1))
     batch_size: int = option(0, integer(at_least=1))
     data: str = ""
-    tokens: str = "characters"
+    tokens: str = option("characters", one_of(*TOKENS))
     num_layers: int = option(0, integer(at_least=0))
     width: int = option(0, integer(at_least=0))
     context: int = option(0, integer(at_least=0))
-    precision: str = "float32"
+    precision: str = option("float32", one_of(*DTYPES))
     bad_worker: float = option(1.0, within("(0, inf)"))
     device: str = "cpu"
 
@@ -126,7 +128,8 @@ class NetworkTask(Task):
         self.weights = [weights_of(own, config.split) for own in shards]
         self._weights = torch.tensor(self.weights, device=config.device)
         self._start = torch.stack([flatten(self.make_network(config, examples, seed)) for seed in seeds])
-        self.layout = layout_of(self.make_network(config, examples, seed=0))
+        self.network = self.make_network(config, examples, seed=0)
+        self.layout = layout_of(self.network)
 
     @classmethod
     def make_network(cls, config: TaskSettings, examples: Examples, seed: int) -> nn.Module:

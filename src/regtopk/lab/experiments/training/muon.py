@@ -17,15 +17,7 @@ NUM_ITERATIONS = 5
 EPS = 1e-7
 MOST_SHAPES = 64  # of batches of matrices that code is compiled for: by layer, workers and seeds
 # updates as large as AdamW's, so that its learning rates fit; whoever uses it lets matrices decay
-TorchMuon = partial(
-    torch.optim.Muon,
-    weight_decay=0.0,
-    nesterov=True,
-    ns_coefficients=COEFFICIENTS,
-    eps=EPS,
-    ns_steps=NUM_ITERATIONS,
-    adjust_lr_fn="match_rms_adamw",
-)
+TorchMuon = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
 
 def is_for_muon(name: str, shape: tuple[int, ...]) -> bool:
@@ -41,23 +33,12 @@ class FlatMuon(Optimizer):
         B := B + (1 - momentum) (g - B)
         theta := theta - lr 0.2 sqrt(max(m, n)) orthogonalise(g + momentum (B - g))
 
-    Matrices of one shape, of all layers and models, are one batch.
-
-    Args:
-        models: the flat models.
-        layout: which parameter owns which entries.
-        make_rest: the other optimizer, from parameters and lr.
-        lr: learning rate of both, which `param_groups` holds.
-        momentum: of the matrices.
+    Matrices of one shape, of all layers and models, are one batch. `make_rest` makes the other optimizer from
+    parameters and lr; `param_groups` holds the learning rate of both.
     """
 
     def __init__(
-        self,
-        models: Tensor,
-        layout: Layout,
-        make_rest: Callable[..., Optimizer],
-        lr: float,
-        momentum: float = MOMENTUM,
+        self, models: Tensor, layout: Layout, make_rest: Callable[..., Optimizer], lr: float, momentum: float
     ) -> None:
         super().__init__([models], {"lr": lr})
         self._models, self._momentum = models, momentum
@@ -94,10 +75,8 @@ class FlatMuon(Optimizer):
         first, *others = self._starts[shape]
         step = others[0] - first if others else 0
         assert all(start == first + place * step for place, start in enumerate(others, 1))
-        sizes, strides = (
-            (*models.shape[:-1], len(others) + 1, *shape),
-            (*models.stride()[:-1], step, shape[1], 1),
-        )
+        sizes = *models.shape[:-1], len(others) + 1, *shape
+        strides = *models.stride()[:-1], step, shape[1], 1
         return models.as_strided(sizes, strides, models.storage_offset() + first)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +91,6 @@ class FlatMuon(Optimizer):
 
 
 def _key(shape: tuple[int, ...]) -> str:
-    """What the momenta of matrices of a shape are called in a state."""
     return "momenta {} x {}".format(*shape)
 
 

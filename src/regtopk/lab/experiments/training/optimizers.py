@@ -25,11 +25,6 @@ class Recipe:
     warm_up: int = 0  # steps in which the learning rate grows linearly
     last_share: float = 1.0  # of the learning rate, where a cosine ends after the warm-up; 1: it stays
 
-    @property
-    def has_muon(self) -> bool:
-        """Whether matrices in blocks are Muon's."""
-        return self.muon_momentum is not None
-
     def lr_share(self, step: int, num_steps: int) -> float:
         """The share of the learning rate in a step of so many."""
         if step < self.warm_up:
@@ -38,22 +33,6 @@ class Recipe:
             return 1.0
         done = (step - self.warm_up) / (num_steps - self.warm_up)
         return self.last_share + (1 - self.last_share) * (1 + math.cos(math.pi * done)) / 2
-
-    def optimizers_of(self, network: nn.Module, lr: float) -> list[Optimizer]:
-        """What trains a network: torch's optimizers, one or two."""
-        if self.muon_momentum is None:
-            return [self.make(network.parameters(), lr=lr)]
-        own: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, p in network.named_parameters():
-            own[is_for_muon(name, p.shape)].append(p)
-        return [TorchMuon(own[True], lr=lr, momentum=self.muon_momentum), self.make(own[False], lr=lr)]
-
-    def optimizer_of(self, models: Tensor, layout: Layout, lr: float) -> Optimizer:
-        """What trains flat models (..., J): the same for each of them, as one optimizer."""
-        make = partial(self.make, fused=True) if models.is_cuda else self.make  # one pass over memory
-        if self.muon_momentum is None:
-            return make([models], lr=lr)
-        return FlatMuon(models, layout, make, lr, self.muon_momentum)
 
 
 ADAMW = Recipe(
@@ -87,14 +66,9 @@ def recipe_of(method: Method) -> Recipe:
 class Descent:
     """Parameters that follow their gradients: they decay, gradients are clipped, and the optimizer steps.
 
-    Simulated workers and real ranks take their steps here, so both make the same operations in one order.
-
-    Args:
-        model: one network, or flat models (..., J), each of which goes its own way.
-        recipe: how.
-        lr: learning rate.
-        num_steps: how many steps there will be, for recipes whose learning rate has a schedule.
-        layout: of flat models; None for a network.
+    Simulated workers and real ranks take their steps here, so both make the same operations in one order. The
+    model is one network, or flat models (..., J) of a layout, each of which goes its own way. Recipes with a
+    schedule ask how many steps there will be.
     """
 
     def __init__(
@@ -105,17 +79,26 @@ class Descent:
         num_steps: int,
         layout: Layout | None = None,
     ) -> None:
-        self._are_models = isinstance(model, Tensor)
+        self._are_models, momentum = isinstance(model, Tensor), recipe.muon_momentum
         if isinstance(model, Tensor):
             assert layout is not None
             self._parameters = [model]
             decays = [torch.full((x.numel,), recipe.weight_decay * (len(x.shape) > 1)) for x in layout.layers]
             self._decays = [torch.cat(decays).to(model)]
-            self.optimizers = [recipe.optimizer_of(model, layout, lr)]
+            make = partial(recipe.make, fused=True) if model.is_cuda else recipe.make  # one pass over memory
+            if momentum is None:
+                self.optimizers = [make([model], lr=lr)]
+            else:
+                self.optimizers = [FlatMuon(model, layout, make, lr, momentum)]
         else:
             self._parameters = list(model.parameters())
             self._decays = [p.new_tensor(recipe.weight_decay * (p.dim() > 1)) for p in self._parameters]
-            self.optimizers = recipe.optimizers_of(model, lr)
+            own: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+            for name, p in model.named_parameters():
+                own[momentum is not None and is_for_muon(name, p.shape)].append(p)
+            self.optimizers = [recipe.make(own[False], lr=lr)]
+            if momentum is not None:
+                self.optimizers.insert(0, TorchMuon(own[True], lr=lr, momentum=momentum))
         self._recipe, self._lr, self._num_steps = recipe, lr, num_steps
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Models of several seeds trained by one method, side by side where the method allows it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,42 +30,7 @@ class ModelPart(NamedTuple):
     models: Tensor  # its part of the models, (R, j), a view
 
 
-class SimulatedRounds(RoundMaker):
-    """Local rounds of N workers for each of R seeds, whose aggregates are there at once.
-
-    Args:
-        parts: the fragments of the models.
-        local: the workers' own models, (R, N, J).
-        outer: applies an aggregate to the models.
-        aggregate: what the clusters make of a part's updates: (R, N, j) in and (R, j) out.
-    """
-
-    def __init__(
-        self,
-        parts: list[ModelPart],
-        local: Tensor,
-        outer: torch.optim.Optimizer,
-        aggregate: Callable[[ModelPart, Tensor], Tensor],
-    ) -> None:
-        self._parts, self._local, self._outer, self._aggregate = parts, local, outer, aggregate
-
-    def own(self, fragment: int) -> list[Tensor]:
-        """The workers' models, (R, N, j)."""
-        return [self._local[..., self._parts[fragment].at]]
-
-    def start(self, fragment: int) -> list[Tensor]:
-        """The models they began from, (R, 1, j)."""
-        return [self._parts[fragment].models.unsqueeze(1)]
-
-    def send(self, fragment: int, num_steps: int) -> None:
-        """Let the outer optimizer apply the aggregate to the models."""
-        part, (own,), (start,) = self._parts[fragment], self.own(fragment), self.start(fragment)
-        part.models.grad = self._aggregate(part, start - own)
-        self._outer.step()
-        part.models.grad = None
-
-
-class Trainer:
+class Trainer(RoundMaker):
     """R models (R, J), what moves them, and the clusters that aggregate what their workers send.
 
     Where gradients are exchanged, one optimizer for each seed takes the aggregate. Where updates are, every
@@ -77,12 +42,7 @@ class Trainer:
     before that, and the other seeds go on. A step looks at losses alone: models are looked at where
     `run_until` stops, so that steps stay as fast as they are and the host never waits for a GPU.
 
-    Args:
-        task: gives gradients and judges models.
-        algorithm: run by every seed's workers.
-        method: its codes, its optimizer and its rounds.
-        lr: learning rate.
-        num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
+    Optimizers whose learning rate has a schedule ask how many steps there will be: `num_steps`.
     """
 
     def __init__(
@@ -93,35 +53,32 @@ class Trainer:
         self.rounds = rounds = method.rounds
         self.models = task.start()
         self.num_steps = 0
-        is_alike = all(weights == task.weights[0] for weights in task.weights)
-        is_batch = is_alike and "replicates" in algorithm.promises
-        weights_of_clusters = task.weights[:1] if is_batch else task.weights
-
-        def make_cluster(layout: Layout, weights: list[float]) -> Cluster:
-            return Cluster(
-                algorithm,
-                num_workers=task.num_workers,
-                weights=by_steps(weights, rounds.by_worker),
-                layout=layout,
-                index_code=method.index_code,
-                link=LINK,
-                is_checked=False,  # what is not finite is looked for here
-                residual_dtype=method.residual_dtype,
-            )
+        are_alike = all(weights == task.weights[0] for weights in task.weights)
+        own_weights = task.weights[:1] if are_alike and "replicates" in algorithm.promises else task.weights
 
         self._parts: list[ModelPart] = []
         for at, layout in parts_of(task.layout, rounds.fragments):
-            clusters = [make_cluster(layout, weights) for weights in weights_of_clusters]
+            clusters = [
+                Cluster(
+                    algorithm,
+                    num_workers=task.num_workers,
+                    weights=by_steps(weights, rounds.by_worker),
+                    layout=layout,
+                    index_code=method.index_code,
+                    link=LINK,
+                    is_checked=False,  # what is not finite is looked for here
+                    residual_dtype=method.residual_dtype,
+                )
+                for weights in own_weights
+            ]
             self._parts.append(ModelPart(at, clusters, self.models[:, at]))
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
         self._local = self.models
-        self._outer: torch.optim.Optimizer | None = None
         if rounds.has_updates:
             self._local = self.models.unsqueeze(1).repeat(1, task.num_workers, 1)
-            self._outer = rounds.make_outer([part.models for part in self._parts])
-            maker = SimulatedRounds(self._parts, self._local, self._outer, self._aggregate)
-            self._rounds = LocalRounds(rounds, maker)
+        self._outer = rounds.make_outer([part.models for part in self._parts])
+        self._rounds = LocalRounds(rounds, self)
         # what has an optimizer of its own: all workers together, or each where some make fewer steps
         self._trained = list(self._local.unbind(1)) if rounds.by_worker else [self._local]
         how = recipe_of(method), lr, num_steps, task.layout
@@ -129,7 +86,7 @@ class Trainer:
         self._timer = Timer(self.models.device)
         self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
-        self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
+        self.is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
         self._losses: Tensor | None = None  # of the last step
         self._step_losses = torch.empty(0)  # the same, those of diverged seeds too
         self._loss_sum: Tensor | None = None  # since they were last taken
@@ -140,15 +97,15 @@ class Trainer:
         """Train up to a step, and put back the models of seeds that diverged on the way."""
         while self.num_steps < step:
             self._step()
-        self._is_diverged |= ~torch.isfinite(self.models).all(-1)
-        self.models.copy_(self.models.where(~self._is_diverged[:, None], self._at_stop))
+        self.is_diverged |= ~torch.isfinite(self.models).all(-1)
+        self.models.copy_(self.models.where(~self.is_diverged[:, None], self._at_stop))
         self._at_stop.copy_(self.models)
 
     def evaluate(self) -> list[Quality]:
         """How good each seed's model is; instead of a number that is not finite, the last finite one."""
         now = self.task.evaluate(self.models)
         is_lost = [not all(map(math.isfinite, quality.values())) for quality in now]
-        self._is_diverged |= torch.tensor(is_lost, device=self.models.device)
+        self.is_diverged |= torch.tensor(is_lost, device=self.models.device)
         self._seen = [
             {name: value if math.isfinite(value) else seen.get(name) for name, value in quality.items()}
             for seen, quality in zip(self._seen, now, strict=True)
@@ -166,21 +123,30 @@ class Trainer:
 
     def moved_bytes(self, name: str) -> list[float]:
         """A count of `core.traffic` so far, such as received_bytes: the mean over workers, for each seed."""
-        by_part = []
-        for part in self._parts:
-            own = torch.stack([getattr(c.total, name).double().mean(-1) for c in part.clusters])
-            by_part.append(own.flatten().expand(len(self.models)))  # a part not yet sent has one zero
+        counts = [[getattr(c.total, name).double().mean(-1) for c in part.clusters] for part in self._parts]
+        # a part not yet sent has one zero
+        by_part = [torch.stack(own).flatten().expand(len(self.models)) for own in counts]
         return [float(count) for count in torch.stack(by_part).sum(0)]
+
+    def own(self, fragment: int) -> list[Tensor]:
+        """The workers' models, (R, N, j)."""
+        return [self._local[..., self._parts[fragment].at]]
+
+    def start(self, fragment: int) -> list[Tensor]:
+        """The models they began from, (R, 1, j)."""
+        return [self._parts[fragment].models.unsqueeze(1)]
+
+    def send(self, fragment: int, num_steps: int) -> None:
+        """Let the outer optimizer apply the aggregate to the models."""
+        part, (own,), (start,) = self._parts[fragment], self.own(fragment), self.start(fragment)
+        part.models.grad = self._aggregate(part, start - own)
+        self._outer.step()
+        part.models.grad = None
 
     @property
     def exchange_s(self) -> float:
         """Seconds spent in exchanges so far; waits for the GPU."""
         return self._exchange_s + self._timer.seconds()["exchange"]
-
-    @property
-    def is_diverged(self) -> list[bool]:
-        """Which seeds diverged."""
-        return [bool(flag) for flag in self._is_diverged]
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on later to the same bits; to be asked for after losses were taken."""
@@ -188,14 +154,14 @@ class Trainer:
             "models": self.models,
             "local": self._local,
             "num_steps": self.num_steps,
-            "is_diverged": self._is_diverged,
+            "is_diverged": self.is_diverged,
             "losses": self._losses,
             "seen": self._seen,
             "exchange_s": self.exchange_s,
             "optimizer": [descent.optimizers[0].state_dict() for descent in self._descents],
-            "outer": self._outer and self._outer.state_dict(),
+            "outer": self._outer.state_dict(),
             "clusters": [[c.state_dict() for c in part.clusters] for part in self._parts],
-            "sent": self._rounds.sent if self._outer else [],
+            "sent": self._rounds.sent,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,12 +169,11 @@ class Trainer:
         for own, saved in ((self.models, "models"), (self._at_stop, "models"), (self._local, "local")):
             own.copy_(state[saved])
         self.num_steps, self._exchange_s = state["num_steps"], state["exchange_s"]
-        self._is_diverged, self._losses, self._seen = state["is_diverged"], state["losses"], state["seen"]
+        self.is_diverged, self._losses, self._seen = state["is_diverged"], state["losses"], state["seen"]
         for descent, saved in zip(self._descents, state["optimizer"], strict=True):
             descent.optimizers[0].load_state_dict(saved)
-        if self._outer is not None:
-            self._outer.load_state_dict(state["outer"])
-            self._rounds.load(self.num_steps, state["sent"], is_start=False)
+        self._outer.load_state_dict(state["outer"])
+        self._rounds.load(self.num_steps, state["sent"], is_start=False)
         for part, clusters in zip(self._parts, state["clusters"], strict=True):
             for cluster, own_state in zip(part.clusters, clusters, strict=True):
                 cluster.load_state_dict(own_state)
@@ -216,18 +181,20 @@ class Trainer:
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps)
         self._step_losses = losses
-        if self._outer is None:
-            self.models.grad = self._aggregate(self._parts[0], grads)
-            self._descents[0].step(self.num_steps)
-        else:
-            parts = grads.unbind(1) if self.rounds.by_worker else [grads]
-            for worker, (own, grad) in enumerate(zip(self._trained, parts, strict=True)):
-                if self.rounds.makes_step(worker, self.num_steps):
-                    own.grad = grad
-                    self._descents[worker].step(self.num_steps)
+        if not self.rounds.has_updates:
+            grads = self._aggregate(self._parts[0], grads)
+        parts = grads.unbind(1) if self.rounds.by_worker else [grads]
+        for worker, (own, grad) in enumerate(zip(self._trained, parts, strict=True)):
+            if self.rounds.makes_step(worker, self.num_steps):
+                own.grad = grad
+                self._descents[worker].step(self.num_steps)
+        if self.rounds.has_updates:
             self._rounds.after_step()
-        self._is_diverged |= ~torch.isfinite(losses)
-        self._count(losses)
+        self.is_diverged |= ~torch.isfinite(losses)
+        kept = losses if self._losses is None else self._losses
+        self._losses = losses.where(~self.is_diverged, kept)
+        self._loss_sum = self._losses.clone() if self._loss_sum is None else self._loss_sum + self._losses
+        self._num_summed += 1
         self.num_steps += 1
 
     def _aggregate(self, part: ModelPart, sent: Tensor) -> Tensor:
@@ -249,12 +216,6 @@ class Trainer:
             for cluster, loss in zip(clusters, losses, strict=True):
                 cluster.report(loss=float(loss))
         return found
-
-    def _count(self, losses: Tensor) -> None:
-        kept = losses if self._losses is None else self._losses
-        self._losses = losses.where(~self._is_diverged, kept)
-        self._loss_sum = self._losses.clone() if self._loss_sum is None else self._loss_sum + self._losses
-        self._num_summed += 1
 
 
 def by_steps(weights: list[float], by_worker: Sequence[int]) -> list[float]:
