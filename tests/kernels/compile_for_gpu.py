@@ -67,13 +67,13 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     indices = torch.arange(k).expand(num_rows, k)
     damped = Damped(indices, torch.zeros(num_rows, k, dtype=residual_dtype))
     cuda.take_largest_(residual, grad, k, damped)
-    cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped)
+    cuda.take_largest_(residual, grad, 4, damped, 4096)
     if residual_dtype == grad_dtype:  # other options of the same programs: one pair of dtypes is enough
         cuda.take_above_(residual, grad, 1.0, k)
         cuda.take_largest_(residual, grad, numel // 2, damped)
         cuda.take_largest_(residual, grad, numel // 2)
         cuda.take_above_(residual, None, 1.0, k)
-        cuda.take_largest_per_chunk_(residual, grad, 4096, 4)
+        cuda.take_largest_(residual, grad, 4, chunk=4096)
     pieces = [grad[0], grad[1]]
     cuda_pieces.join_(residual.view(-1), pieces)
     if residual_dtype == grad_dtype:

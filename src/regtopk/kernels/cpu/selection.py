@@ -18,14 +18,19 @@ from regtopk.kernels.reference.selection import Damped, Taken
 
 
 def take_largest_(
-    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
+    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.selection.take_largest_`."""
-    rows = rows_of(residual, grad, damped)
-    indices, values = outputs(residual, k)
+    rows, numel = rows_of(residual, grad, damped), residual.shape[-1]
+    num_whole, rest = divmod(numel, chunk or numel)
+    indices, values = outputs(residual, num_whole * k + min(k, rest))
 
     def take_row(n: int, num_threads: int) -> None:
-        _take_largest_of_row_(rows[n], cut(residual.shape[-1], num_threads), k, indices[n], values[n])
+        if chunk is None:
+            _take_largest_of_row_(rows[n], cut(numel, num_threads), k, indices[n], values[n])
+        else:
+            stretches = cut(numel, num_threads, multiple_of=chunk)
+            _take_largest_of_chunks_(rows[n], stretches, chunk, k, indices[n], values[n])
 
     over_rows(take_row, len(rows))
     return like(residual, indices), like(residual, values)
@@ -49,26 +54,6 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
     return Taken(like(residual, indices), like(residual, values), count, found - count)
 
 
-def take_largest_per_chunk_(
-    residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `reference.selection.take_largest_per_chunk_`."""
-    rows = rows_of(residual, grad, damped)
-    whole, rest = divmod(residual.shape[-1], chunk)
-    indices, values = outputs(residual, whole * k_per_chunk + min(k_per_chunk, rest))
-
-    def take_stretch(n: int, start: int, stop: int) -> None:
-        at = slice(start // chunk * k_per_chunk, math.ceil(stop / chunk) * k_per_chunk)
-        loops.take_per_chunk_(*rows[n], start, stop, chunk, k_per_chunk, indices[n, at], values[n, at])
-
-    def take_row(n: int, num_threads: int) -> None:
-        stretches = cut(residual.shape[-1], num_threads, multiple_of=chunk)
-        side_by_side(take_stretch, [(n, *stretch) for stretch in stretches])
-
-    over_rows(take_row, len(rows))
-    return like(residual, indices), like(residual, values)
-
-
 def _take_largest_of_row_(row: Row, stretches: list[Stretch], k: int, indices: Array, values: Array) -> None:
     least, capacity = guess(row, k)
     found = collect_(row, stretches, least, capacity // len(stretches))
@@ -90,6 +75,16 @@ def _take_largest_of_row_(row: Row, stretches: list[Stretch], k: int, indices: A
         loops.take_(row.accumulated, row.damped, row.saved, *stretches[n], indices[out], values[out])
 
     side_by_side(move_out, [(n,) for n in range(len(stretches))])
+
+
+def _take_largest_of_chunks_(
+    row: Row, stretches: list[Stretch], chunk: int, k: int, indices: Array, values: Array
+) -> None:
+    def take_stretch(start: int, stop: int) -> None:
+        at = slice(start // chunk * k, math.ceil(stop / chunk) * k)
+        loops.take_per_chunk_(*row, start, stop, chunk, k, indices[at], values[at])
+
+    side_by_side(take_stretch, stretches)
 
 
 def _take_above_of_row_(row: Row, stretches: list[Stretch], key: Any, indices: Array, values: Array) -> int:

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels.reference import selection as reference
-from regtopk.kernels.reference.selection import Damped, take_above_, take_largest_per_chunk_
+from regtopk.kernels.reference.selection import Damped, take_above_
 
-__all__ = ["take_above_", "take_largest_", "take_largest_per_chunk_"]
+__all__ = ["take_above_", "take_largest_"]
 
 _SCARCE = 64  # if at most one of 64 entries is taken, torch is as fast
 
 
 def take_largest_(
-    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
+    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.selection.take_largest_`."""
     numel = residual.shape[-1]
-    if _SCARCE * k <= numel:
-        return reference.take_largest_(residual, grad, k, damped)
+    if chunk is not None or _SCARCE * k <= numel:
+        return reference.take_largest_(residual, grad, k, damped, chunk)
     residual.add_(grad)
     score = reference.score_of(residual, damped)
     rows = score.numpy().reshape(-1, numel)
