@@ -16,6 +16,7 @@ from regtopk.kernels.dispatch import (
     kernel_for,
     message_programs,
     overwrite_if_,
+    programs_on,
     spread_,
     sum_dense_in_rank_order,
 )
@@ -28,5 +29,6 @@ __all__ = [
     "MAX_ROWS", "Damped", "Pieces", "Support", "Taken", "add_in_rank_order_", "block_programs",
     "capture_nothing_in_this_thread", "describe", "estimate_threshold", "find_non_finite_row",
     "index_loops", "is_finite", "join_", "kernel_for", "message_programs", "overwrite_if_", "parts_of",
-    "repeat", "self_check", "spread_", "sum_dense_in_rank_order", "sum_sparse_in_rank_order", "take_at_",
+    "programs_on", "repeat", "self_check", "spread_", "sum_dense_in_rank_order",
+    "sum_sparse_in_rank_order", "take_at_",
 ]  # fmt: skip

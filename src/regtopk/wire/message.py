@@ -7,7 +7,6 @@ its device and without reading anything back: what is wrong is returned as a sta
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,6 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     device. Indices that are not ascending and distinct, and values that are not finite (residual + gradient
     may overflow), are marked in the frame, and every receiver refuses the message.
     """
-    check_index_code(index_code, sparse.numel)
     if sparse.indices.dim() > 1 and (sparse.count is not None or index_code == "rice"):
         raise ArgumentError(
             "sparse must have no leading dimensions where lengths may differ (padding or rice), "
@@ -67,32 +65,20 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
 def _encode(
     numel: int, index_code: str, value_code: str, indices: Tensor, values: Tensor
 ) -> tuple[Tensor, ...]:
-    programs = kernels.message_programs(indices)
-    is_short = math.prod(indices.shape[:-1]) <= kernels.MAX_ROWS["cuda"]
-    if programs is not None and index_code == "elias-fano" and is_short:
-        return (_encode_by(programs, numel, value_code, indices, values),)
-    count = indices.shape[-1]
+    *batch, count = indices.shape
     layout, size = layout_of_count(count, numel, index_code)
     kinds = frame.kinds_of("bitmap" if layout.is_bitmap else index_code, value_code)
+    value_words = pack_values(values, value_code)
+    if (programs := kernels.message_programs(indices, index_code)) is not None:
+        num_field_words = int(layout.field_words)
+        sizes = bool(layout.is_bitmap), int(layout.width), num_field_words, size - num_field_words
+        num_rows = math.prod(batch)  # not -1: there may be no entries
+        rows = (t.reshape(num_rows, t.shape[-1]).contiguous() for t in (indices, values, value_words))
+        words = programs.write_messages(*rows, sizes, {**frame.NUMBERS, "KINDS": kinds, "numel": numel})
+        return (reinterpret(words, torch.uint8).view(*batch, -1),)
     is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
     start = frame.make_frame(is_ascending, is_finite, numel, count, kinds)
-    packed = pack_indices(indices, layout, size, index_code)
-    return (frame.seal([start, pack_values(values, value_code), packed]),)
-
-
-def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, values: Tensor) -> Tensor:
-    """The same message, written by a device's own programs."""
-    *batch, k = indices.shape
-    layout, size = layout_of_count(k, numel, "elias-fano")
-    is_bitmap, num_field_words = bool(layout.is_bitmap), int(layout.field_words)
-    sizes = is_bitmap, int(layout.width), num_field_words, size - num_field_words
-    kinds = frame.kinds_of("bitmap" if is_bitmap else "elias-fano", value_code)
-    known = {**frame.NUMBERS, "KINDS": kinds, "numel": numel}
-    value_words = pack_values(values, value_code)
-    num_rows = math.prod(batch)  # not -1: there may be no entries
-    rows = (t.reshape(num_rows, t.shape[-1]).contiguous() for t in (indices, values, value_words))
-    words = programs.write_messages(*rows, sizes, known)
-    return reinterpret(words, torch.uint8).view(*batch, -1)
+    return (frame.seal([start, value_words, pack_indices(indices, layout, size, index_code)]),)
 
 
 def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple[Tensor, Tensor]:
@@ -100,7 +86,6 @@ def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple
 
     They are what `encode` makes of each row, in as many operations as of one. Two numbers are read back.
     """
-    check_index_code(index_code, sparse.numel)
     (indices, values), count, numel = sparse.without_padding(), sparse.counts, sparse.numel
     value_code = wire_code(values.dtype, sparse.code)
     layout = index_layout(count, numel, index_code, indices)
@@ -161,11 +146,12 @@ def decode(message: Tensor, numel: int) -> SparseGradient:
     _raise_if(header.status)
     dtype = torch.float64 if value_code == "float64" else torch.float32
     capacity = int(header.num_entries)
-    found, status, end = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
+    *entries, _, status, end = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
     _raise_if(status)
     if int(end) != words.shape[-1]:
         raise WireFormatError(f"message must be {4 * int(end)} bytes long, got {4 * words.shape[-1]}")
-    return SparseGradient(found.indices[0], found.values[0], numel, code=found.code)
+    indices, values = (rows[0] for rows in entries)
+    return SparseGradient(indices, values, numel, code=_number_code(value_code))
 
 
 def decode_rows(
@@ -199,18 +185,10 @@ def decode_rows(
 def _decode_rows(
     numel: int, capacity: int, index_code: str, value_code: str, dtype: torch.dtype, words: Tensor
 ) -> tuple[Tensor, ...]:
-    programs = kernels.message_programs(words)
-    if programs is not None and index_code == "elias-fano" and words.shape[0] <= kernels.MAX_ROWS["cuda"]:
-        return _decode_by(programs, numel, capacity, value_code, dtype, words.contiguous())
-    header = frame.check_frame(words, numel, capacity, index_code, value_code)
-    found, status, _ = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
-    return found.indices, found.values, found.counts, status
-
-
-def _decode_by(
-    programs: Any, numel: int, capacity: int, value_code: str, dtype: torch.dtype, words: Tensor
-) -> tuple[Tensor, ...]:
-    """The same entries, read by a device's own programs."""
+    if (programs := kernels.message_programs(words, index_code)) is None:
+        header = frame.check_frame(words, numel, capacity, index_code, value_code)
+        return _decode_body(words, header, numel, capacity, index_code, value_code, dtype)[:4]
+    words = words.contiguous()
     known = {
         **frame.NUMBERS,
         "VALUE_ID": frame.VALUE_IDS[value_code],
@@ -255,8 +233,8 @@ def _decode_body(
     index_code: str,
     value_code: str,
     dtype: torch.dtype,
-) -> tuple[SparseGradient, Tensor, Tensor]:
-    """The entries, (..., capacity), what is wrong with each message, and the word behind it, (...,)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Indices and values, (..., capacity), counts and statuses, and the words behind the messages, (...,)."""
     count, status, layout = header
     assert layout is not None
     values, values_are_sound = unpack_values(words, count, capacity, value_code, dtype)
@@ -266,8 +244,7 @@ def _decode_body(
     status = status + frame.status_of(indices=indices_are_sound, values=values_are_sound, length=is_whole)
     count = count * (status == 0)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
-    indices, values = indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0)
-    return SparseGradient(indices, values, numel, count, _number_code(value_code)), status, end
+    return indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0), count, status, end
 
 
 def _number_code(value_code: str) -> str:
