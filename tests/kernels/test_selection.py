@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk import kernels
 from regtopk.kernels import Damped
 from regtopk.kernels.cpu import rows as cpu_rows
 from regtopk.kernels.dispatch import Kernel, kernel_named
@@ -194,21 +193,6 @@ def test_entries_equal_to_the_threshold_are_taken(kernel: Kernel, numel: int) ->
 def test_a_threshold_in_rows_of_every_size(kernel: Kernel) -> None:
     for numel in (1, 63, 64, 65, 4095, 4096, 4097):
         checks.check_take_above_(kernel, torch.randn(numel), torch.randn(numel), 1.0, max(1, numel // 2))
-
-
-def test_an_estimated_threshold_is_reached_by_about_k() -> None:
-    torch.manual_seed(2)
-    residual, grad = torch.randn(3, 200_000), torch.randn(3, 200_000).half()
-    threshold = kernels.estimate_threshold(residual, grad, 2000, num_samples=20_000, start=7)
-    assert threshold.shape == (3,) and threshold.dtype == residual.dtype
-    num = ((residual + grad).abs() >= threshold[:, None]).sum(-1)
-    assert bool(((num > 1600) & (num < 2400)).all())  # 200 in the sample, so 7 % is one sigma
-
-
-def test_an_estimate_from_all_entries_is_exact() -> None:
-    residual = torch.randn(1000)
-    threshold = kernels.estimate_threshold(residual, None, 10, num_samples=1000, start=3)
-    assert threshold == residual.abs().topk(10).values[-1]
 
 
 def test_chunks_by_hand() -> None:

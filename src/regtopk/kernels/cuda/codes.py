@@ -1,7 +1,4 @@
-"""Writing and reading messages on a GPU: a handful of launches where torch needs hundreds.
-
-`regtopk.wire` says what a message is, and its own tensor operations are the oracle of these programs.
-"""
+"""Writing and reading messages on a GPU: a handful of launches where torch needs hundreds."""
 
 from collections.abc import Mapping
 

@@ -112,23 +112,6 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
     return Taken(indices, values, count, num_found - count)
 
 
-def estimate_threshold(
-    residual: Tensor, grad: Tensor | None, k: int, *, num_samples: int, start: int = 0
-) -> Tensor:
-    """The |a| that about k entries of a row reach, (...,), from a sample of it: every (J / num_samples)-th.
-
-    The start shifts the sample: give the step, so that no entry is left out for good.
-    """
-    numel = residual.shape[-1]
-    sample = torch.arange(num_samples, device=residual.device)
-    sample = (start + sample * numel // num_samples) % numel
-    accumulated = residual.index_select(-1, sample)
-    if grad is not None:
-        accumulated.add_(grad.index_select(-1, sample))
-    rank = max(1, round(k * num_samples / numel))
-    return accumulated.abs().topk(rank, dim=-1).values[..., -1]
-
-
 def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor) -> Tensor:
     """Accumulate (if a gradient is given), and take the entries at the given indices, (..., m)."""
     if grad is not None:

@@ -1,7 +1,6 @@
 """Triton programs that write and read messages whose indices are in the code "elias-fano".
 
-docs/wire-format.md says what a message is, and `regtopk.wire` checks these programs. Every program works on
-one message, number `program_id(1)`.
+docs/wire-format.md says what a message is. Every program works on one message, number `program_id(1)`.
 """
 
 import triton
