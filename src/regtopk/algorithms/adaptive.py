@@ -125,9 +125,9 @@ class AdaptiveDensity(Algorithm[State]):
         if not self._is_due(worker):
             return (yield from conversation), 1.0
         target = DEFAULT_TARGET_ERROR if self.target_error is None else self.target_error
-        accumulated = _squared_norm(state.residual + grad)
+        accumulated = exact_sum((state.residual + grad).double().square())
         aggregate = yield from conversation
-        error = _squared_norm(state.residual) / accumulated
+        error = exact_sum(state.residual.double().square()) / accumulated
         error = error.where(accumulated > 0, target)  # a zero vector says nothing about the density
         mean_error = yield from DenseSum(error.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
         return aggregate, math.sqrt(_odds(float(mean_error)) / _odds(target))
@@ -149,10 +149,6 @@ def _counted(conversation: Conversation, worker: Worker) -> Generator[Request, A
             request = conversation.send((yield request))
     except StopIteration as done:
         return done.value, payload
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    return exact_sum(x.double().square())
 
 
 def _odds(error: float) -> float:

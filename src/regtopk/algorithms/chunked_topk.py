@@ -51,8 +51,7 @@ class ChunkedTopK(OwnChoice[ScoredState]):
         chunk, k_per_chunk = self._sizes(worker)
         num_whole, rest = divmod(worker.numel, chunk)
         num_sent = num_whole * k_per_chunk + min(k_per_chunk, rest)
-        state = ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
-        return self.with_owed(state, worker)
+        return self.with_owed(ScoredState.start(worker, self.score, num_sent), worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         chunk, k = self._sizes(worker)

@@ -60,10 +60,8 @@ class DGC(OwnChoice[DGCState]):
         return self.promised(frozenset({"dense_at_full_density", "exact_k", "replicates"}))
 
     def init(self, worker: Worker) -> DGCState:
-        num_sent = self.num_selected(worker)
-        momentum = worker.zeros()
-        state = DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
-        return self.with_owed(state, worker)
+        k, momentum = self.num_selected(worker), worker.zeros()
+        return self.with_owed(DGCState.start(worker, self.score, k, momentum=momentum), worker)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         k, v = self.num_selected(worker), state.residual

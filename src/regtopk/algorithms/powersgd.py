@@ -59,7 +59,7 @@ class PowerSGD(Algorithm[PowerSGDState]):
 
     def init(self, worker: Worker) -> PowerSGDState:
         groups, _ = _cut(worker.layout, self.rank)
-        size = sum(_size_of_factors(group, 1, self.rank) for group in groups)
+        size = sum(len(group.parts) * group.shape[1] for group in groups) * self.rank
         first = uniform(worker.index.new_zeros(()), self.seed, 0, size) - 0.5
         return PowerSGDState(worker.zeros(), first.to(worker.weight))
 
@@ -103,14 +103,9 @@ def _cut(layout: Layout, rank: int) -> tuple[tuple[TileGroup, ...], Tensor]:
     return groups, is_outside.nonzero().flatten()
 
 
-def _size_of_factors(group: TileGroup, side: int, rank: int) -> int:
-    """How many numbers the left (0) or the right (1) factors of a group have."""
-    return len(group.parts) * group.shape[side] * rank
-
-
 def _unpack(flat: Tensor, groups: Sequence[TileGroup], side: int, rank: int) -> list[Tensor]:
-    """The factors of each group, (number, side, rank), that lie one after the other in a vector."""
-    parts = flat.split([_size_of_factors(group, side, rank) for group in groups])
+    """The left (side 0) or right (1) factors of each group, (number, its length, rank), out of a vector."""
+    parts = flat.split([len(group.parts) * group.shape[side] * rank for group in groups])
     return [part.view(-1, group.shape[side], rank) for group, part in zip(groups, parts, strict=True)]
 
 
