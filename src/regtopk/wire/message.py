@@ -98,18 +98,14 @@ def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple
     columns, size = IndexLayout(*(part.unsqueeze(-1) for part in layout)), int(index_words.max())
     packed = pack_indices(indices, columns, size, index_code, sparse.is_valid)
     num_scales, value_bits = scale_words(indices.shape[-1], value_code), count * VALUE_BITS[value_code]
-    is_sent = torch.cat(
-        [
-            torch.arange(capacity, device=count.device) < num.unsqueeze(-1)
-            for capacity, num in (
-                (HEADER_WORDS, torch.full_like(count, HEADER_WORDS)),
-                (num_scales, scale_words(count, value_code)),
-                (value_words.shape[-1] - num_scales, num_words(value_bits)),
-                (size, index_words),
-            )
-        ],
-        dim=-1,
+    sections = (
+        (HEADER_WORDS, torch.full_like(count, HEADER_WORDS)),
+        (num_scales, scale_words(count, value_code)),
+        (value_words.shape[-1] - num_scales, num_words(value_bits)),
+        (size, index_words),
     )
+    places = [torch.arange(capacity, device=count.device) < num.unsqueeze(-1) for capacity, num in sections]
+    is_sent = torch.cat(places, dim=-1)
     return frame.seal([start, value_words, packed], is_sent), 4 * is_sent.sum(-1)
 
 
