@@ -67,13 +67,13 @@ class PowerSGD(Algorithm[PowerSGDState]):
         groups, rest = _cut(worker.layout, self.rank)
         rest, num_rest = rest.to(grad.device), len(rest)
         residual = state.residual.add_(grad)
-        right = _orthonormal(_unpack(state.factors, groups, 1, self.rank))
+        right = [torch.linalg.qr(q).Q for q in _unpack(state.factors, groups, 1, self.rank)]
         left = _products(residual, groups, right, is_transposed=False)
         request = self._sum_of(torch.cat([residual[..., rest], left], -1), worker)
         total = yield from request
         aggregate = total.new_zeros(worker.numel)
         if groups:
-            basis = _orthonormal(_unpack(total[num_rest:], groups, 0, self.rank))
+            basis = [torch.linalg.qr(p).Q for p in _unpack(total[num_rest:], groups, 0, self.rank)]
             projected = _products(residual, groups, basis, is_transposed=True)
             state.factors = yield from self._sum_of(projected, worker)
             for group, p, q in zip(groups, basis, _unpack(state.factors, groups, 1, self.rank), strict=True):
@@ -107,11 +107,6 @@ def _unpack(flat: Tensor, groups: Sequence[TileGroup], side: int, rank: int) -> 
     """The left (side 0) or right (1) factors of each group, (number, its length, rank), out of a vector."""
     parts = flat.split([len(group.parts) * group.shape[side] * rank for group in groups])
     return [part.view(-1, group.shape[side], rank) for group, part in zip(groups, parts, strict=True)]
-
-
-def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
-    """An orthonormal basis of the columns of each factor; zeros give some basis too."""
-    return [torch.linalg.qr(factor).Q for factor in factors]
 
 
 def _products(

@@ -74,5 +74,5 @@ def like(residual: Tensor, rows: Array) -> Tensor:
 def cut(numel: int, num_threads: int, multiple_of: int = loops.LINE) -> list[Stretch]:
     """The stretches of a row: several per thread, so that a slow thread can take fewer."""
     num = min(4 * num_threads, _MAX_STRETCHES, numel // _SMALL_STRETCH) if num_threads > 1 else 1
-    size = math.ceil(numel / max(1, num) / multiple_of) * multiple_of
+    size = max(1, math.ceil(numel / max(1, num) / multiple_of)) * multiple_of
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]

@@ -28,9 +28,12 @@ def take_largest_(
     def take_row(n: int, num_threads: int) -> None:
         if chunk is None:
             _take_largest_of_row_(rows[n], cut(numel, num_threads), k, indices[n], values[n])
-        else:
-            stretches = cut(numel, num_threads, multiple_of=chunk)
-            _take_largest_of_chunks_(rows[n], stretches, chunk, k, indices[n], values[n])
+            return
+        tasks = []
+        for start, stop in cut(numel, num_threads, multiple_of=chunk):
+            out = slice(start // chunk * k, math.ceil(stop / chunk) * k)
+            tasks.append((*rows[n], start, stop, chunk, k, indices[n, out], values[n, out]))
+        side_by_side(loops.take_per_chunk_, tasks)
 
     over_rows(take_row, len(rows))
     return like(residual, indices), like(residual, values)
@@ -75,16 +78,6 @@ def _take_largest_of_row_(row: Row, stretches: list[Stretch], k: int, indices: A
         loops.take_(row.accumulated, row.damped, row.saved, *stretches[n], indices[out], values[out])
 
     side_by_side(move_out, [(n,) for n in range(len(stretches))])
-
-
-def _take_largest_of_chunks_(
-    row: Row, stretches: list[Stretch], chunk: int, k: int, indices: Array, values: Array
-) -> None:
-    def take_stretch(start: int, stop: int) -> None:
-        at = slice(start // chunk * k, math.ceil(stop / chunk) * k)
-        loops.take_per_chunk_(*row, start, stop, chunk, k, indices[at], values[at])
-
-    side_by_side(take_stretch, stretches)
 
 
 def _take_above_of_row_(row: Row, stretches: list[Stretch], key: Any, indices: Array, values: Array) -> int:
@@ -181,27 +174,18 @@ def threshold_of_found(found: list[Found], k: int) -> tuple[Any, Array, Array]:
 
 def threshold_by_digits(row: Row, stretches: list[Stretch], k: int) -> tuple[Any, Array, Array]:
     """The same from all entries of the row: one pass for each 16 bits of a key."""
+    key_type, count_type = row.bits.dtype.type, np.uint32 if row.bits.size < 2**32 else np.uint64
     num_bits = 8 * row.bits.itemsize - 1  # bits of the threshold that are not known yet
     prefix, num_above = 0, np.zeros(len(stretches), np.int64)
     while num_bits > 0:
         width = min(16, num_bits)
         num_bits -= width
-        counts = _count_digit(row, stretches, prefix, num_bits, width)
+        counts = np.zeros((len(stretches), 1 << width), count_type)  # of each stretch, per digit
+        digit_at = [key_type(number) for number in (prefix, num_bits, width)]
+        tasks = [(row.bits, *stretches[n], row.mask, *digit_at, own) for n, own in enumerate(counts)]
+        side_by_side(loops.count_next_digit, tasks)
         num_reaching = counts.sum(0, dtype=np.int64)[::-1].cumsum()[::-1]
         digit = int(np.flatnonzero(num_reaching >= k - num_above.sum())[-1])
         num_above += counts[:, digit + 1 :].sum(1, dtype=np.int64)
         prefix = (prefix << width) | digit
-    return row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64)
-
-
-def _count_digit(row: Row, stretches: list[Stretch], prefix: int, shift: int, width: int) -> Array:
-    """For each stretch, how often each digit follows the prefix."""
-    count_type = np.uint32 if row.bits.size < 2**32 else np.uint64
-    counts = np.zeros((len(stretches), 1 << width), count_type)
-    digit = [row.bits.dtype.type(number) for number in (prefix, shift, width)]
-
-    def count(start: int, stop: int, own: Array) -> None:
-        loops.count_next_digit(row.bits, start, stop, row.mask, *digit, own)
-
-    side_by_side(count, [(*stretch, own) for stretch, own in zip(stretches, counts, strict=True)])
-    return counts
+    return key_type(prefix), num_above, counts[:, digit].astype(np.int64)
