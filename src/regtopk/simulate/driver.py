@@ -68,21 +68,17 @@ class SimulatedDriver:
 
     def _dense_sum(self, request: DenseSum) -> Tensor:
         total = _weighted_sum(request.tensor, request.weight)
-        if request.loss is not None:
-            total = self._code_sums(total, request.sum_code, request.weight, request.loss)
-        return _received(total)
-
-    def _code_sums(self, total: Tensor, sum_code: str, weight: Tensor, loss: Tensor) -> Tensor:
-        """Code each region of the sums, and give what is lost to the region's owner."""
-        loss.zero_()
+        if request.loss is None:
+            return _received(total)
+        request.loss.zero_()
         coded = total.clone()
         weights = [float(rank not in self.worker.idle) for rank in range(self.worker.num_workers)]
         for owner, (start, end) in enumerate(dense_regions(total.shape[-1], weights)):
             if end > start:
-                coded[..., start:end] = quantise(total[..., start:end], sum_code)
+                coded[..., start:end] = quantise(total[..., start:end], request.sum_code)
                 lost = total[..., start:end] - coded[..., start:end]
-                loss[..., owner, start:end] = lost / weight[owner]
-        return coded
+                request.loss[..., owner, start:end] = lost / request.weight[owner]
+        return _received(coded)
 
     def _to_owners(self, request: ToOwners) -> Tensor:
         sparse, size = request.sparse, request.sparse.numel

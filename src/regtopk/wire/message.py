@@ -76,8 +76,7 @@ def _encode(
         rows = (t.reshape(num_rows, t.shape[-1]).contiguous() for t in (indices, values, value_words))
         words = programs.write_messages(*rows, sizes, {**frame.NUMBERS, "KINDS": kinds, "numel": numel})
         return (reinterpret(words, torch.uint8).view(*batch, -1),)
-    is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
-    start = frame.make_frame(is_ascending, is_finite, numel, count, kinds)
+    start = frame.make_frame(values, numel, count, kinds, are_in_order(indices, numel))
     return (frame.seal([start, value_words, pack_indices(indices, layout, size, index_code)]),)
 
 
@@ -90,10 +89,9 @@ def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple
     value_code = wire_code(values.dtype, sparse.code)
     layout = index_layout(count, numel, index_code, indices)
     index_words = layout.field_words + num_words(layout.unary_bits)
-    is_ascending, is_finite = are_in_order(indices, numel, sparse.is_valid), torch.isfinite(values).all(-1)
     kind, bitmap_kind = (frame.kinds_of(code, value_code) for code in (index_code, "bitmap"))
     kinds = torch.where(layout.is_bitmap, bitmap_kind, kind)
-    start = frame.make_frame(is_ascending, is_finite, numel, count, kinds)
+    start = frame.make_frame(values, numel, count, kinds, are_in_order(indices, numel, sparse.is_valid))
     value_words = pack_values(values, value_code, count)
     columns, size = IndexLayout(*(part.unsqueeze(-1) for part in layout)), int(index_words.max())
     packed = pack_indices(indices, columns, size, index_code, sparse.is_valid)
@@ -113,9 +111,7 @@ def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
     """Dense values (..., m) on the grid of a code, without indices, as bytes (..., num_bytes)."""
     value_code = wire_code(values.dtype, code)
     size = values.shape[-1]
-    is_finite = torch.isfinite(values).all(-1)
-    kinds = frame.kinds_of("dense", value_code)
-    start = frame.make_frame(torch.ones_like(is_finite), is_finite, size, size, kinds)
+    start = frame.make_frame(values, size, size, frame.kinds_of("dense", value_code))
     return frame.seal([start, pack_values(values, value_code)])
 
 
