@@ -6,8 +6,7 @@ from torch import Tensor
 
 from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import Conversation, Promises, Worker, integer, option, within
-from regtopk.core.sparse import take_largest_
+from regtopk.core import Conversation, Promises, Worker, integer, option, take_largest_, within
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import Conversation, Promises, Worker, option, per_worker, take_largest_, within
-from regtopk.core.sparse import clear_at_
+from regtopk.core import Conversation, Promises, Worker, clear_at_, option, per_worker, take_largest_, within
 
 
 @dataclass

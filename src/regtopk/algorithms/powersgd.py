@@ -8,10 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from regtopk.core import Algorithm, Conversation, DenseSum, Layout, ResidualState, Worker, shared
+from regtopk.core import Algorithm, Conversation, DenseSum, Layout, ResidualState, Worker, shared, uniform
 from regtopk.core.codes import VALUE_CODES, is_lossless, quantise
 from regtopk.core.options import integer, one_of, option
-from regtopk.core.random import uniform
 from regtopk.core.tiles import TileGroup, tiles_of
 
 MIN_SAVING = 2  # what two factors make less than so many times smaller is sent as it is

@@ -120,7 +120,8 @@ def _add_in_rank_order_(
 def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
     """sum_n w_n x_n, from zero, in rank order: see `reference.sums.sum_dense_in_rank_order`."""
     has_numpy = rows.device.type == "cpu" and _is_small(rows) and _wanted() != "reference"
-    return (small_rows if has_numpy else sums).sum_dense_in_rank_order(rows, weights)
+    add = small_rows.sum_dense_in_rank_order if has_numpy else sums.sum_dense_in_rank_order
+    return add(rows, weights)
 
 
 def _is_small(vector: Tensor) -> bool:

@@ -70,8 +70,7 @@ class Cluster:
         self._report: Report | None = None
         self.state: State | None = None
         self.num_steps = 0
-        self.last_step = Traffic.zeros(num_workers)
-        self.total = Traffic.zeros(num_workers)
+        self.last_step = self.total = Traffic.zeros(num_workers)
         self._worker: Worker | None = None
 
     @torch.no_grad()

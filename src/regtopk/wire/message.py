@@ -12,18 +12,8 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.core import codes
 from regtopk.core.blocks import NUM_SCALES
-from regtopk.core.codes import (
-    HEADER_WORDS,
-    VALUE_BITS,
-    IndexLayout,
-    check_index_code,
-    index_layout,
-    num_words,
-    scale_words,
-    value_words,
-    wire_code,
-)
 from regtopk.core.sparse import SparseGradient
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire import frame
@@ -55,7 +45,7 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
         indices, values = indices[:num], values[:num]
     if indices.shape[-1] > sparse.numel:
         raise ArgumentError(f"sparse must hold at most J = {sparse.numel} entries, got {indices.shape[-1]}")
-    settings = sparse.numel, index_code, wire_code(values.dtype, sparse.code)
+    settings = sparse.numel, index_code, codes.wire_code(values.dtype, sparse.code)
     if index_code == "rice":
         return encode_rows(replace(sparse, indices=indices[None], values=values[None], count=None), "rice")[0]
     (message,) = kernels.repeat(_encode, settings, (), (indices, values))
@@ -86,20 +76,20 @@ def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple
     They are what `encode` makes of each row, in as many operations as of one. Two numbers are read back.
     """
     (indices, values), count, numel = sparse.without_padding(), sparse.counts, sparse.numel
-    value_code = wire_code(values.dtype, sparse.code)
-    layout = index_layout(count, numel, index_code, indices)
-    index_words = layout.field_words + num_words(layout.unary_bits)
+    value_code = codes.wire_code(values.dtype, sparse.code)
+    layout = codes.index_layout(count, numel, index_code, indices)
+    index_words = layout.field_words + codes.num_words(layout.unary_bits)
     kind, bitmap_kind = (frame.kinds_of(code, value_code) for code in (index_code, "bitmap"))
     kinds = torch.where(layout.is_bitmap, bitmap_kind, kind)
     start = frame.make_frame(values, numel, count, kinds, are_in_order(indices, numel, sparse.is_valid))
     value_words = pack_values(values, value_code, count)
-    columns, size = IndexLayout(*(part.unsqueeze(-1) for part in layout)), int(index_words.max())
+    columns, size = codes.IndexLayout(*(part.unsqueeze(-1) for part in layout)), int(index_words.max())
     packed = pack_indices(indices, columns, size, index_code, sparse.is_valid)
-    num_scales, value_bits = scale_words(indices.shape[-1], value_code), count * VALUE_BITS[value_code]
+    num_scales = codes.scale_words(indices.shape[-1], value_code)
     sections = (
-        (HEADER_WORDS, torch.full_like(count, HEADER_WORDS)),
-        (num_scales, scale_words(count, value_code)),
-        (value_words.shape[-1] - num_scales, num_words(value_bits)),
+        (codes.HEADER_WORDS, torch.full_like(count, codes.HEADER_WORDS)),
+        (num_scales, codes.scale_words(count, value_code)),
+        (value_words.shape[-1] - num_scales, codes.num_words(count * codes.VALUE_BITS[value_code])),
         (size, index_words),
     )
     places = [torch.arange(capacity, device=count.device) < num.unsqueeze(-1) for capacity, num in sections]
@@ -109,7 +99,7 @@ def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple
 
 def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
     """Dense values (..., m) on the grid of a code, without indices, as bytes (..., num_bytes)."""
-    value_code = wire_code(values.dtype, code)
+    value_code = codes.wire_code(values.dtype, code)
     size = values.shape[-1]
     start = frame.make_frame(values, size, size, frame.kinds_of("dense", value_code))
     return frame.seal([start, pack_values(values, value_code)])
@@ -131,7 +121,7 @@ def decode(message: Tensor, numel: int) -> SparseGradient:
         )
     index_code, value_code = _INDEX_CODES[index_id], _VALUE_CODES[value_id]
     try:
-        check_index_code(index_code, numel)
+        codes.check_index_code(index_code, numel)
     except ArgumentError as error:
         raise WireFormatError(f"index code of a message must hold indices below J: {error}") from None
     header = frame.check_frame(words, numel, numel, index_code, value_code)
@@ -167,8 +157,8 @@ def decode_rows(
         (N, capacity) entries with a count for each row, and a status (N,) int64: 0, or one bit for each of
         `REASONS`. A row that is not in order counts no entries.
     """
-    check_index_code(index_code, numel)
-    value_code = wire_code(dtype, value_code)
+    codes.check_index_code(index_code, numel)
+    value_code = codes.wire_code(dtype, value_code)
     settings = numel, capacity, index_code, value_code, dtype
     indices, values, count, status = kernels.repeat(_decode_rows, settings, (), (frame.to_words(messages),))
     return SparseGradient(indices, values, numel, count, _number_code(value_code)), status
@@ -184,11 +174,12 @@ def _decode_rows(
     known = {
         **frame.NUMBERS,
         "VALUE_ID": frame.VALUE_IDS[value_code],
-        "VALUE_BITS": VALUE_BITS.get(value_code, 0),
+        "VALUE_BITS": codes.VALUE_BITS.get(value_code, 0),
         "NUM_SCALES": NUM_SCALES.get(value_code, 0),
         "HAS_FLOATS": value_code == "float32" and dtype == torch.float32,
         "numel": numel,
         "capacity": capacity,
+        "most": min(numel, capacity),
     }
     facts, are_bad = programs.read_frames(words, known)
     values = None
@@ -204,7 +195,7 @@ def decode_segment(
 ) -> tuple[Tensor, Tensor]:
     """Dense values (..., size) of messages (..., num_bytes), zero in bad ones, and a status (...,)."""
     words = frame.to_words(messages)
-    value_code = wire_code(dtype, code)
+    value_code = codes.wire_code(dtype, code)
     count, status, _ = frame.check_frame(words, size, size, "dense", value_code)
     values, is_sound = unpack_values(words, count, size, value_code, dtype)
     is_full = (count == size) | (status != 0)  # what else is wrong explains it
@@ -230,7 +221,7 @@ def _decode_body(
     count, status, layout = header
     assert layout is not None
     values, values_are_sound = unpack_values(words, count, capacity, value_code, dtype)
-    start = HEADER_WORDS + value_words(count, value_code)
+    start = codes.HEADER_WORDS + codes.value_words(count, value_code)
     indices, indices_are_sound, end = unpack_indices(words, start, count, layout, numel, capacity, index_code)
     is_whole = (end <= words.shape[-1]) | (status & frame.BITS["length"] != 0)  # once is enough
     status = status + frame.status_of(indices=indices_are_sound, values=values_are_sound, length=is_whole)

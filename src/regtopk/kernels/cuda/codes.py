@@ -46,7 +46,7 @@ def read_frames(words: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     """What frames say, (7, rows) int64, by the numbers in `programs.codes`, and if a float is not finite.
 
     Words, (rows, w) int32, are contiguous. The frame has the format's numbers, those of the values' code,
-    "numel", and in "capacity" the most entries that a message may hold.
+    "numel", and in "most" how many entries a message may hold.
     """
     num_rows, row_words = words.shape
     sums, are_bad = torch.zeros(2, num_rows, dtype=torch.int64, device=words.device)

@@ -64,7 +64,7 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
             _move_out_by_tile_(rows)
         else:
             _move_out_(rows)
-    return rows.like(indices), rows.like(values)
+    return indices, values
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
@@ -88,7 +88,7 @@ def _take_above_(capacity: int, residual: Tensor, *others: Tensor) -> tuple[Tens
         rows.launch(accumulate.write_above, stops.shape[1], _TILE_WARPS, capacity=capacity)
         num_found = stops[:, -1].long().view(rows.batch)
         count = num_found.clamp_max(capacity)
-    return rows.like(indices), rows.like(values), count, num_found - count
+    return indices, values, count, num_found - count
 
 
 def _take_largest_per_chunk_(
@@ -105,7 +105,7 @@ def _take_largest_per_chunk_(
             accumulate.take_per_chunk, num_chunks, min(16, max(1, size // 512)), damped_starts=starts,
             chunk=chunk, k=k, num_taken=num_taken, SIZE=size, BLOCK=_SMALL_BLOCK,
         )  # fmt: skip
-    return rows.like(indices), rows.like(values)
+    return indices, values
 
 
 def _guess(rows: DeviceRows, plan: SelectionPlan) -> None:

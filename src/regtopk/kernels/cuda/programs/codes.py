@@ -97,15 +97,8 @@ def _long(words, i):
     return (tl.load(words + i + 1).to(tl.int64) << 32) | low
 
 
-@triton.jit
-def _most(numel, capacity):
-    return tl.minimum(tl.full((), 0, tl.int64) + numel, capacity)
-
-
 @triton.jit(do_not_specialize=SIZES)
-def sum_words(
-    words, sums, are_bad, row_words, numel, capacity, HAS_FLOATS: tl.constexpr, BLOCK: tl.constexpr
-):
+def sum_words(words, sums, are_bad, row_words, most, HAS_FLOATS: tl.constexpr, BLOCK: tl.constexpr):
     """Add BLOCK words to the checksum of their message; tell if a float32 among its values is not finite."""
     row = tl.program_id(1).to(tl.int64)
     words += row * row_words
@@ -114,7 +107,7 @@ def sum_words(
     tl.atomic_add(sums + row, tl.sum(_share_of(word, i)), sem="relaxed")
     if HAS_FLOATS:
         count = _long(words, 4)
-        count = tl.where((count >= 0) & (count <= _most(numel, capacity)), count, 0)
+        count = tl.where((count >= 0) & (count <= most), count, 0)
         is_bad = (i >= HEADER) & (i < count + HEADER) & ((word & 0x7F800000) == 0x7F800000)
         if tl.max(is_bad.to(tl.int32)) > 0:
             tl.store(are_bad + row, 1)
@@ -127,7 +120,7 @@ def _num_words(bits):
 
 @triton.jit(do_not_specialize=SIZES)
 def read_frames(
-    words, sums, facts, row_words, numel, capacity, MAGIC: tl.constexpr, VERSION: tl.constexpr,
+    words, sums, facts, row_words, numel, most, MAGIC: tl.constexpr, VERSION: tl.constexpr,
     VALUE_ID: tl.constexpr, ELIAS_FANO_ID: tl.constexpr, BITMAP_ID: tl.constexpr, VALUE_BITS: tl.constexpr,
     NUM_SCALES: tl.constexpr, VALUE_BLOCK: tl.constexpr, MAX_FIELD_BITS: tl.constexpr,
     COUNT_OF_BAD_INDICES: tl.constexpr, COUNT_OF_BAD_VALUES: tl.constexpr, BAD_MAGIC: tl.constexpr,
@@ -140,7 +133,7 @@ def read_frames(
     words += row * row_words
     kinds = tl.load(words + 1)
     count = _long(words, 4)
-    is_counted = (count >= 0) & (count <= _most(numel, capacity))
+    is_counted = (count >= 0) & (count <= most)
     has_bad_indices, has_bad_values = count == COUNT_OF_BAD_INDICES, count == COUNT_OF_BAD_VALUES
     count = tl.where(is_counted, count, 0)
     spread = numel // tl.maximum(count, 1)
