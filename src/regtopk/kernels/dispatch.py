@@ -105,13 +105,11 @@ def block_programs(tensor: Tensor, code: str, dtype: torch.dtype) -> Any:
 
 def add_in_rank_order_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> None:
     """Add w_n x_n of N sparse vectors, (N, m), to zeros, (J,): see `reference.sums`."""
-    repeat(_add_in_rank_order_, (), [total], [indices, values, weights])
+    repeat(_add_weighted_, (), [total], [indices, values, weights])
     increment_version(total)  # torch does not see what is replayed
 
 
-def _add_in_rank_order_(
-    total: Tensor, indices: Tensor, values: Tensor, weights: Tensor
-) -> tuple[Tensor, ...]:
+def _add_weighted_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     weighted = weights.unsqueeze(-1) * values
     sums.sum_sparse_in_rank_order(indices, weighted, total.numel(), out=total)
     return ()

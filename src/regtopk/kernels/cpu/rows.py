@@ -59,16 +59,10 @@ def flat(tensor: Tensor) -> Array:
     return numpy
 
 
-def outputs(residual: Tensor, size: int) -> tuple[Array, Array]:
-    """Memory for indices and values, (rows, size)."""
-    accumulated = flat(residual)
-    shape = (accumulated.shape[0], size)
-    return np.empty(shape, np.int64), np.empty(shape, accumulated.dtype)
-
-
-def like(residual: Tensor, rows: Array) -> Tensor:
-    """Results, (rows, ...), with the leading dimensions of the residual."""
-    return torch.from_numpy(rows).view((*residual.shape[:-1], *rows.shape[1:]))
+def outputs(residual: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for indices and values, (..., size)."""
+    batch = residual.shape[:-1]
+    return torch.empty(*batch, size, dtype=torch.int64), residual.new_empty(*batch, size)
 
 
 def cut(numel: int, num_threads: int, multiple_of: int = loops.LINE) -> list[Stretch]:

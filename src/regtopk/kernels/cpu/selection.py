@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regtopk.kernels.cpu import loops
 from regtopk.kernels.cpu.compiled import Array
-from regtopk.kernels.cpu.rows import Row, Stretch, cut, like, outputs, rows_of
+from regtopk.kernels.cpu.rows import Row, Stretch, cut, flat, outputs, rows_of
 from regtopk.kernels.cpu.threads import over_rows, side_by_side
 from regtopk.kernels.reference.selection import Damped, Taken
 
@@ -23,7 +23,8 @@ def take_largest_(
     """See `reference.selection.take_largest_`."""
     rows, numel = rows_of(residual, grad, damped), residual.shape[-1]
     num_whole, rest = divmod(numel, chunk or numel)
-    indices, values = outputs(residual, num_whole * k + min(k, rest))
+    taken = outputs(residual, num_whole * k + min(k, rest))
+    indices, values = map(flat, taken)
 
     def take_row(n: int, num_threads: int) -> None:
         if chunk is None:
@@ -36,13 +37,14 @@ def take_largest_(
         side_by_side(loops.take_per_chunk_, tasks)
 
     over_rows(take_row, len(rows))
-    return like(residual, indices), like(residual, values)
+    return taken
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """See `reference.selection.take_above_`."""
     rows = rows_of(residual, grad, None)
-    indices, values = outputs(residual, capacity)
+    taken = outputs(residual, capacity)
+    indices, values = map(flat, taken)
     num_found = np.empty(len(rows), np.int64)
     thresholds = torch.as_tensor(threshold, dtype=residual.dtype).clamp_min(0).abs()
     keys = thresholds.expand(residual.shape[:-1]).reshape(-1).numpy().view(rows[0].bits.dtype)
@@ -52,9 +54,9 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
         num_found[n] = _take_above_of_row_(rows[n], stretches, keys[n], indices[n], values[n])
 
     over_rows(take_row, len(rows))
-    found = like(residual, num_found)
+    found = torch.from_numpy(num_found).view(residual.shape[:-1])
     count = found.clamp_max(capacity)
-    return Taken(like(residual, indices), like(residual, values), count, found - count)
+    return Taken(*taken, count, found - count)
 
 
 def _take_largest_of_row_(row: Row, stretches: list[Stretch], k: int, indices: Array, values: Array) -> None:

@@ -113,11 +113,6 @@ def sum_words(words, sums, are_bad, row_words, most, HAS_FLOATS: tl.constexpr, B
             tl.store(are_bad + row, 1)
 
 
-@triton.jit
-def _num_words(bits):
-    return (bits + 31) >> 5
-
-
 @triton.jit(do_not_specialize=SIZES)
 def read_frames(
     words, sums, facts, row_words, numel, most, MAGIC: tl.constexpr, VERSION: tl.constexpr,
@@ -140,14 +135,14 @@ def read_frames(
     width = tl.full((), 0, tl.int64)
     for bit in range(1, MAX_FIELD_BITS + 1):
         width += (spread >> bit) > 0
-    field_words = _num_words(count * width)
+    field_words = tl.cdiv(count * width, 32)
     unary_bits = tl.where(count > 0, count + ((numel - 1) >> width), 0)
-    is_bitmap = _num_words(numel) < field_words + _num_words(unary_bits)
+    is_bitmap = tl.cdiv(numel, 32) < field_words + tl.cdiv(unary_bits, 32)
     width = tl.where(is_bitmap, 0, width)
     field_words = tl.where(is_bitmap, 0, field_words)
-    unary_words = _num_words(tl.where(is_bitmap, numel, unary_bits))
+    unary_words = tl.cdiv(tl.where(is_bitmap, numel, unary_bits), 32)
     num_blocks = (count + VALUE_BLOCK - 1) // VALUE_BLOCK
-    start = num_blocks * NUM_SCALES + _num_words(count * VALUE_BITS) + HEADER
+    start = num_blocks * NUM_SCALES + tl.cdiv(count * VALUE_BITS, 32) + HEADER
     expected = tl.where(is_bitmap, BITMAP_ID, ELIAS_FANO_ID) | (VALUE_ID << 8)
     status = tl.where(tl.load(words) == MAGIC, 0, BAD_MAGIC)
     status += tl.where((kinds & 0xFF) == VERSION, 0, BAD_VERSION)
