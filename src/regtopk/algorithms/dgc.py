@@ -64,18 +64,15 @@ class DGC(OwnChoice[DGCState]):
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         k, v = self.num_selected(worker), state.residual
-        u = state.momentum.mul_(self.momentum).add_(self._clipped(grad, worker))
+        if self.clip is not None:
+            # In float64, then rounded: a batch and a single worker add up in different orders.
+            norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=torch.float64)
+            factor: Tensor = self.clip / math.sqrt(worker.num_workers) / norm
+            grad = factor.clamp(max=1).float().to(worker.weight.dtype) * grad
+        u = state.momentum.mul_(self.momentum).add_(grad)
         damped = damped_by(self.score, state, v, u, worker)
         sent = take_largest_(v, u, k, code=self.sent_code, **damped)
         clear_at_(u, sent)
         aggregate = yield from self.sum_sent(sent, state, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate
-
-    def _clipped(self, grad: Tensor, worker: Worker) -> Tensor:
-        if self.clip is None:
-            return grad
-        # In float64, then rounded: a batch and a single worker add up in different orders.
-        norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=torch.float64)
-        factor: Tensor = self.clip / math.sqrt(worker.num_workers) / norm
-        return factor.clamp(max=1).float().to(worker.weight.dtype) * grad
