@@ -65,10 +65,10 @@ class Traffic:
 def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int | Tensor]:
     """The bytes of a sender's messages, and its entries: numbers where all send as much, else (...,)."""
     if isinstance(request, (SparseSum, ToOwners, FromOwners)):
-        size = _sparse_bytes(request.sparse, worker)
+        sparse, size = request.sparse, _sparse_bytes(request.sparse, worker)
         if isinstance(request, FromOwners):
             return size, 0  # the entries of others
-        num_entries = _count(request.sparse.indices, request.sparse.count)
+        num_entries = sparse.indices.shape[-1] if sparse.count is None else sparse.count
         if isinstance(request, SparseSum):
             return size, num_entries
         assert isinstance(size, Tensor) and isinstance(num_entries, Tensor)
@@ -81,7 +81,7 @@ def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int |
         return 0, 0
     tensor, count = request.tensor, request.count if isinstance(request, Gather) else None
     if request.numel is None:
-        num_entries = _count(tensor, count)
+        num_entries = tensor.shape[-1] if count is None else count
         return num_entries * tensor.element_size(), num_entries
     indices = SparseGradient(tensor, tensor, request.numel, count, "none")
     return _sparse_bytes(indices, worker), 0  # indices alone are no entries
@@ -124,16 +124,10 @@ def _sent_to_owners(request: ToOwners, worker: Worker) -> Traffic:
 
 
 def _sparse_bytes(sparse: SparseGradient, worker: Worker) -> int | Tensor:
-    codes: Any = {
-        "dtype": sparse.values.dtype, "value_code": sparse.code, "index_code": worker.index_code
-    }  # fmt: skip
+    codes: Any = {"dtype": sparse.values.dtype, "value_code": sparse.code, "index_code": worker.index_code}
     if sparse.count is None and worker.index_code != "rice":  # the common case, and the fast one
         return full_message_bytes(sparse.indices.shape[-1], sparse.numel, **codes)
     return message_bytes(sparse.counts, sparse.numel, **codes, indices=sparse.indices)
-
-
-def _count(tensor: Tensor, count: Tensor | None) -> int | Tensor:
-    return tensor.shape[-1] if count is None else count
 
 
 def _passed_on(source: int, size: int | Tensor, num_entries: int | Tensor, worker: Worker) -> Traffic:

@@ -22,6 +22,7 @@ class SimulatedDriver:
         self.worker = worker
         self.traffic = before_a_step(worker.batch_shape, worker.numel, worker.weight.device)
         self.num_rounds = 0
+        self._owners = [rank for rank in range(worker.num_workers) if rank not in worker.idle]
 
     def answer(self, request: core.Request) -> Any:
         """What the cluster makes of a request."""
@@ -36,7 +37,7 @@ class SimulatedDriver:
         if isinstance(request, core.FromOwners):
             return self._from_owners(request)
         if isinstance(request, core.Peek):
-            return _received(_weighted_sum(request.tensor, request.weight))
+            return _received(kernels.sum_dense_in_rank_order(request.tensor, request.weight.flatten()))
         if isinstance(request, core.Gather):
             return self._gather(request)
         return _received(request.tensor[..., request.source, :].clone())
@@ -52,7 +53,7 @@ class SimulatedDriver:
         return core.OfSenders.of(total, _received(sent_weight), entries, weight.flatten())
 
     def _dense_sum(self, request: core.DenseSum) -> Tensor:
-        total = _weighted_sum(request.tensor, request.weight)
+        total = kernels.sum_dense_in_rank_order(request.tensor, request.weight.flatten())
         if request.loss is None:
             return _received(total)
         request.loss.zero_()
@@ -84,20 +85,11 @@ class SimulatedDriver:
         total = core.to_dense(indices, values.flatten(-2), num * sparse.numel)
         return _received(total[..., : request.numel])
 
-    @property
-    def _owners(self) -> list[int]:
-        worker = self.worker
-        return [rank for rank in range(worker.num_workers) if rank not in worker.idle]
-
     def _gather(self, request: core.Gather) -> core.Gathered:
         tensor, worker = request.tensor, self.worker
         active = is_active(worker.num_workers, worker.idle, tensor.device)
         counts = active * (tensor.shape[-1] if request.count is None else request.count)
         return core.Gathered(tensor.clone(), counts.expand(tensor.shape[:-1]))  # never the sender's memory
-
-
-def _weighted_sum(tensor: Tensor, weight: Tensor) -> Tensor:
-    return kernels.sum_dense_in_rank_order(tensor, weight.flatten())
 
 
 def _received(total: Tensor) -> Tensor:

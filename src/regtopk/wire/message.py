@@ -126,14 +126,15 @@ def decode(message: Tensor, numel: int) -> SparseGradient:
         raise WireFormatError(f"index code of a message must hold indices below J: {error}") from None
     header = frame.check_frame(words, numel, numel, index_code, value_code)
     _raise_if(header.status)
-    dtype = torch.float64 if value_code == "float64" else torch.float32
+    # As algorithms call it: float64 is how float32 travels where gradients are float64.
+    dtype, code = (torch.float64, "float32") if value_code == "float64" else (torch.float32, value_code)
     capacity = int(header.num_entries)
     *entries, _, status, end = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
     _raise_if(status)
     if int(end) != words.shape[-1]:
         raise WireFormatError(f"message must be {4 * int(end)} bytes long, got {4 * words.shape[-1]}")
     indices, values = (rows[0] for rows in entries)
-    return SparseGradient(indices, values, numel, code=_number_code(value_code))
+    return SparseGradient(indices, values, numel, code=code)
 
 
 def decode_rows(
@@ -158,10 +159,9 @@ def decode_rows(
         `REASONS`. A row that is not in order counts no entries.
     """
     codes.check_index_code(index_code, numel)
-    value_code = codes.wire_code(dtype, value_code)
-    settings = numel, capacity, index_code, value_code, dtype
+    settings = numel, capacity, index_code, codes.wire_code(dtype, value_code), dtype
     indices, values, count, status = kernels.repeat(_decode_rows, settings, (), (frame.to_words(messages),))
-    return SparseGradient(indices, values, numel, count, _number_code(value_code)), status
+    return SparseGradient(indices, values, numel, count, value_code), status
 
 
 def _decode_rows(
@@ -218,18 +218,12 @@ def _decode_body(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Indices and values, (..., capacity), counts and statuses, and the words behind the messages, (...,)."""
-    count, status, layout = header
-    assert layout is not None
+    count, status, _ = header
     values, values_are_sound = unpack_values(words, count, capacity, value_code, dtype)
     start = codes.HEADER_WORDS + codes.value_words(count, value_code)
-    indices, indices_are_sound, end = unpack_indices(words, start, count, layout, numel, capacity, index_code)
+    indices, indices_are_sound, end = unpack_indices(words, start, header, numel, capacity, index_code)
     is_whole = (end <= words.shape[-1]) | (status & frame.BITS["length"] != 0)  # once is enough
     status = status + frame.status_of(indices=indices_are_sound, values=values_are_sound, length=is_whole)
     count = count * (status == 0)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
     return indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0), count, status, end
-
-
-def _number_code(value_code: str) -> str:
-    """What an algorithm calls a wire code: float64 is how float32 travels where gradients are float64."""
-    return "float32" if value_code == "float64" else value_code
