@@ -90,7 +90,7 @@ class SIDCo(Sparsifier[SIDCoState]):
         if (worker.step + 1) % _WINDOW == 0:
             _adapt_stages_(state, _WINDOW * k, most=math.ceil(math.log2(worker.numel / k)))
         if bool(taken.num_left.any()):
-            put_back_(accumulated, taken)
+            put_back_(accumulated, taken)  # of those that reach eta the largest are taken instead
             largest = find_largest_(accumulated, torch.zeros_like(accumulated), most)
             is_taken = torch.zeros_like(accumulated, dtype=torch.bool).scatter_(-1, largest, True)
             is_taken &= accumulated.abs() >= eta  # where another row has too many, this one may have too few
