@@ -240,6 +240,18 @@ def test_gradient_dropping_sends_about_k_and_no_zeros() -> None:
     assert one.last_step.num_entries.tolist() == [1]
 
 
+def test_larger_samples_estimate_better_and_all_entries_exactly() -> None:
+    torch.manual_seed(2)
+    cluster = Cluster(regtopk.GradientDropping(density=0.01, sample=0.1), num_workers=3)
+    exact = Cluster(regtopk.GradientDropping(k=10, sample=1.0), num_workers=3)
+    for _ in range(3):
+        cluster.step(torch.randn(3, 200_000).half())
+        num_sent = cluster.last_step.num_entries
+        assert bool(((num_sent > 1600) & (num_sent < 2400)).all())  # of 200 in the sample 7 % is one sigma
+        exact.step(torch.randn(3, 1000))
+        assert exact.last_step.num_entries.tolist() == [10, 10, 10]
+
+
 def test_bins_are_50_in_convolutions_and_500_elsewhere() -> None:
     layout = Layout.of_shapes([("conv", (100,), "conv"), ("linear", (100,), "linear")])
     grads = torch.full((1, 200), 0.1)

@@ -20,15 +20,16 @@ def check_take_largest_(
     k: int,
     damped: Tensor | None = None,
     damping: Tensor | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a kernel and the reference on the same input; some scores are |a| · damping."""
     accumulated, unchanged = residual.clone().add_(grad), grad.clone()
     given = scored(accumulated, damped, damping)
-    of_reference = reference.take_largest_(residual.clone(), grad, k, given)
-    indices, values = kernel.take_largest_(residual, grad, k, given)
+    of_reference = reference.take_largest_(residual.clone(), grad, k, given, chunk)
+    indices, values = kernel.take_largest_(residual, grad, k, given, chunk)
     assert indices.dtype == torch.int64 and values.dtype == residual.dtype
     assert torch.equal(indices, of_reference[0])
-    if accumulated.shape[-1] < 100_000:  # of equals, all of them take the first
+    if chunk is None and accumulated.shape[-1] < 100_000:  # of equals, all of them take the first
         score = reference.score_of(accumulated, given)
         first = score.sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(-1).values
         assert torch.equal(indices, first)
@@ -47,23 +48,6 @@ def check_take_above_(
     for name in ("indices", "values", "count", "num_left"):
         assert torch.equal(getattr(taken, name), getattr(expected, name)), name
     assert torch.equal(bits(residual), bits(of_reference))
-
-
-def check_take_per_chunk_(
-    kernel: Kernel,
-    residual: Tensor,
-    grad: Tensor,
-    chunk: int,
-    k: int,
-    damped: Tensor | None = None,
-    damping: Tensor | None = None,
-) -> None:
-    accumulated = residual.clone().add_(grad)
-    given = scored(accumulated, damped, damping)
-    expected, _ = reference.take_largest_per_chunk_(residual.clone(), grad, chunk, k, given)
-    indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k, given)
-    assert torch.equal(indices, expected)
-    check_taken_at(residual, accumulated, indices, values)
 
 
 def scored(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Damped | None:

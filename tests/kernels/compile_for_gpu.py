@@ -13,7 +13,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from regtopk import kernels
 from regtopk.core.codes import quantise
+from regtopk.core.sparse import SparseGradient
 from regtopk.kernels import Damped, Support
 from regtopk.kernels.cuda import blocks as cuda_blocks
 from regtopk.kernels.cuda import codes as cuda_codes
@@ -21,8 +23,7 @@ from regtopk.kernels.cuda import pieces as cuda_pieces
 from regtopk.kernels.cuda import rows as cuda_rows
 from regtopk.kernels.cuda import selection as cuda
 from regtopk.kernels.cuda.programs.random import round_rows, walk
-from regtopk.wire.frame import to_words
-from regtopk.wire.message import _decode_by, _encode_by
+from regtopk.wire import decode_rows, encode
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -67,13 +68,13 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     indices = torch.arange(k).expand(num_rows, k)
     damped = Damped(indices, torch.zeros(num_rows, k, dtype=residual_dtype))
     cuda.take_largest_(residual, grad, k, damped)
-    cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped)
+    cuda.take_largest_(residual, grad, 4, damped, 4096)
     if residual_dtype == grad_dtype:  # other options of the same programs: one pair of dtypes is enough
         cuda.take_above_(residual, grad, 1.0, k)
         cuda.take_largest_(residual, grad, numel // 2, damped)
         cuda.take_largest_(residual, grad, numel // 2)
         cuda.take_above_(residual, None, 1.0, k)
-        cuda.take_largest_per_chunk_(residual, grad, 4096, 4)
+        cuda.take_largest_(residual, grad, 4, chunk=4096)
     pieces = [grad[0], grad[1]]
     cuda_pieces.join_(residual.view(-1), pieces)
     if residual_dtype == grad_dtype:
@@ -87,8 +88,8 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
 def compile_codes() -> None:
     indices, values = torch.arange(0, 50_000, 1_000), torch.randn(50)
     for code in ("float32", "4bit"):
-        message = _encode_by(cuda_codes, 50_003, code, indices, quantise(values, code))
-        _decode_by(cuda_codes, 50_003, 50, code, torch.float32, to_words(message).expand(2, -1).contiguous())
+        message = encode(SparseGradient(indices, quantise(values, code), 50_003, code=code))
+        decode_rows(message.expand(2, -1), 50_003, 50, value_code=code)
 
 
 def compile_blocks() -> None:
@@ -112,6 +113,7 @@ def compile_draws() -> None:
 def main() -> None:
     for module in (cuda_rows, cuda_codes, cuda_pieces, cuda_blocks):
         vars(module)["launch"] = compile_only
+    vars(kernels)["message_programs"] = lambda *_: cuda_codes
     compile_all(torch.float32, torch.float32)
     compile_all(torch.float64, torch.bfloat16)
     compile_codes()

@@ -119,8 +119,8 @@ def thresholds_and_chunks() -> None:
     for chunk, k in ((1, 1), (64, 3), (1000, 1000), (4096, 64), (5000, 40), (16_384, 16), (20_000, 7)):
         residual, grad = normal(2, 100_003), normal(2, 100_003, dtype=torch.float16)
         damped = choose_damped(100_003, 100, (2,), device="cuda")
-        checks.check_take_per_chunk_(kernel, residual, grad, chunk, k)
-        checks.check_take_per_chunk_(kernel, residual, grad, chunk, k, *damped)
+        checks.check_take_largest_(kernel, residual, grad, k, chunk=chunk)
+        checks.check_take_largest_(kernel, residual, grad, k, *damped, chunk)
 
 
 def a_captured_graph() -> None:

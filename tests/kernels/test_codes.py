@@ -44,8 +44,8 @@ def num_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def use_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = import_module("regtopk.kernels.cuda.codes")
 
-    def message_programs(_: Tensor) -> Any:
-        return None if kernels.describe("cpu").kernel == "reference" else codes
+    def message_programs(_: Tensor, index_code: str) -> Any:
+        return codes if index_code == "elias-fano" and kernels.describe("cpu").kernel == "cpu" else None
 
     monkeypatch.setattr(kernels, "message_programs", message_programs)
     if not torch.cuda.is_available():

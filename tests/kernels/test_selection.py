@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk import kernels
 from regtopk.kernels import Damped
 from regtopk.kernels.cpu import rows as cpu_rows
 from regtopk.kernels.dispatch import Kernel, kernel_named
@@ -187,26 +186,10 @@ def test_a_threshold_in_rows_of_every_size(kernel: Kernel) -> None:
         checks.check_take_above_(kernel, torch.randn(numel), torch.randn(numel), 1.0, max(1, numel // 2))
 
 
-def test_an_estimated_threshold_is_reached_by_about_k() -> None:
-    torch.manual_seed(2)
-    residual, grad = torch.randn(3, 200_000), torch.randn(3, 200_000).half()
-    threshold = kernels.estimate_threshold(residual, grad, 2000, num_samples=20_000, start=7)
-    assert threshold.shape == (3,) and threshold.dtype == residual.dtype
-    num = ((residual + grad).abs() >= threshold[:, None]).sum(-1)
-    assert bool(((num > 1600) & (num < 2400)).all())  # 200 in the sample, so 7 % is one sigma
-
-
-def test_an_estimate_from_all_entries_is_exact() -> None:
-    residual = torch.randn(1000)
-    threshold = kernels.estimate_threshold(residual, None, 10, num_samples=1000, start=3)
-    assert threshold == residual.abs().topk(10).values[-1]
-
-
 def test_chunks_by_hand() -> None:
     residual = torch.tensor([3.0, 1.0, -2.0, 0.0, 5.0, -6.0, 7.0])
-    indices, values = reference.take_largest_per_chunk_(
-        residual, torch.zeros(7), 3, 2, Damped(torch.tensor([0]), torch.tensor([0.3]))
-    )
+    damped = Damped(torch.tensor([0]), torch.tensor([0.3]))
+    indices, values = reference.take_largest_(residual, torch.zeros(7), 2, damped, chunk=3)
     assert indices.tolist() == [1, 2, 4, 5, 6] and values.tolist() == [1.0, -2.0, 5.0, -6.0, 7.0]
     assert residual.tolist() == [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -216,13 +199,13 @@ def test_chunks(kernel: Kernel, numel: int, chunk: int, k: int) -> None:
     torch.manual_seed(chunk)
     numel = min(numel, 4 * chunk + chunk // 2)
     damped, damping = choose_damped(numel, max(1, numel // 50))
-    checks.check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k)
-    checks.check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k, damped, damping)
+    check_take_largest_(kernel, torch.randn(numel), torch.randn(numel), k, chunk=chunk)
+    check_take_largest_(kernel, torch.randn(numel), torch.randn(numel), k, damped, damping, chunk)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, 1e-45])
 def test_chunks_of_equal_entries(kernel: Kernel, numel: int, value: float) -> None:
-    checks.check_take_per_chunk_(kernel, torch.zeros(numel), torch.full((numel,), value), 4096, 5)
+    check_take_largest_(kernel, torch.zeros(numel), torch.full((numel,), value), 5, chunk=4096)
 
 
 def test_chunks_in_batches_of_other_dtypes(kernel: Kernel, numel: int) -> None:
@@ -230,5 +213,5 @@ def test_chunks_in_batches_of_other_dtypes(kernel: Kernel, numel: int) -> None:
     damped, damping = choose_damped(numel, 90, (2, 2))
     residual = torch.randn(2, 2, numel, dtype=torch.float64)
     grad = torch.randn(2, 2, numel).bfloat16()
-    checks.check_take_per_chunk_(kernel, residual, grad, 3000, 11, damped, damping.double())
-    checks.check_take_per_chunk_(kernel, residual.float(), grad.half(), 3000, 11)
+    check_take_largest_(kernel, residual, grad, 11, damped, damping.double(), 3000)
+    check_take_largest_(kernel, residual.float(), grad.half(), 11, chunk=3000)

@@ -48,7 +48,8 @@ class AdaComp(ErrorFeedback):
             own = accumulated[..., layer.entries]
             ahead = own + grad[..., layer.entries]
             size = min(layer.numel, self.bin_conv if layer.kind == "conv" else self.bin_other)
-            largest = _largest_per_bin(own, size)
+            bins = torch.nn.functional.pad(own.abs(), (0, -layer.numel % size)).unflatten(-1, (-1, size))
+            largest = bins.amax(-1)
             reached = largest.repeat_interleave(size, dim=-1)[..., : layer.numel]
             is_taken[..., layer.entries] = (ahead.abs() >= reached) & (own != 0)
             scales.append(exact_sum(largest) / largest.shape[-1])
@@ -58,10 +59,3 @@ class AdaComp(ErrorFeedback):
         scale = torch.stack(scales, dim=-1).to(accumulated.dtype).gather(-1, layer_of)
         sent = send_instead_(accumulated, taken, scale * taken.values.sign(), code="sign")
         return (yield from SparseSum(sent, worker.weight))
-
-
-def _largest_per_bin(x: Tensor, size: int) -> Tensor:
-    """max |x| of every bin: (..., n) gives (..., ceil(n / size))."""
-    padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[-1] % size))
-    largest: Tensor = padded.unflatten(-1, (-1, size)).amax(-1)
-    return largest

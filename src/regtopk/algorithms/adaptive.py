@@ -92,22 +92,23 @@ class AdaptiveDensity(Algorithm[State]):
         adaptive: Any = state  # with the fields that `init` adds
         algorithm = replace(self.algorithm, density=float(adaptive.density), k=None)
         conversation = algorithm.exchange(grad, state, worker)
+        is_due = (worker.step + 1) % self.every == 0
         if self.bytes_per_step is not None:
-            budget = self.bytes_per_step
-            aggregate, factor = yield from self._keep_to_budget(conversation, adaptive, worker, budget)
+            keeping = self._keep_to_budget(conversation, adaptive, worker, self.bytes_per_step, is_due)
         else:
-            aggregate, factor = yield from self._keep_to_error(conversation, grad, adaptive, worker)
+            keeping = self._keep_to_error(conversation, grad, adaptive, worker, is_due)
+        aggregate, factor = yield from keeping
         factor = min(_LARGEST_FACTOR, max(1 / _LARGEST_FACTOR, factor))
         adaptive.density.fill_(self._within_bounds(float(adaptive.density) * factor))
         return aggregate
 
     def _keep_to_budget(
-        self, conversation: Conversation, state: Any, worker: Worker, budget: float
+        self, conversation: Conversation, state: Any, worker: Worker, budget: float, is_due: bool
     ) -> Generator[Request, Any, tuple[Tensor, float]]:
         """The aggregate, and the factor of the density; counts the bytes of every step."""
         aggregate, payload = yield from _counted(conversation, worker)
         state.spent += payload.unsqueeze(-1)
-        if not self._is_due(worker):
+        if not is_due:
             return aggregate, 1.0
         request = DenseSum(state.spent.to(worker.weight.dtype) / self.every, worker.weight)
         mean_bytes = yield from request
@@ -119,21 +120,18 @@ class AdaptiveDensity(Algorithm[State]):
         return aggregate, aim / spent
 
     def _keep_to_error(
-        self, conversation: Conversation, grad: Tensor, state: Any, worker: Worker
+        self, conversation: Conversation, grad: Tensor, state: Any, worker: Worker, is_due: bool
     ) -> Generator[Request, Any, tuple[Tensor, float]]:
         """The aggregate, and the factor of the density; measures the error where an adaptation is due."""
-        if not self._is_due(worker):
+        if not is_due:
             return (yield from conversation), 1.0
         target = DEFAULT_TARGET_ERROR if self.target_error is None else self.target_error
-        accumulated = _squared_norm(state.residual + grad)
+        accumulated = exact_sum((state.residual + grad).double().square())
         aggregate = yield from conversation
-        error = _squared_norm(state.residual) / accumulated
+        error = exact_sum(state.residual.double().square()) / accumulated
         error = error.where(accumulated > 0, target)  # a zero vector says nothing about the density
         mean_error = yield from DenseSum(error.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
         return aggregate, math.sqrt(_odds(float(mean_error)) / _odds(target))
-
-    def _is_due(self, worker: Worker) -> bool:
-        return (worker.step + 1) % self.every == 0
 
     def _within_bounds(self, density: float) -> float:
         return min(self.max_density, max(self.min_density, density))
@@ -149,10 +147,6 @@ def _counted(conversation: Conversation, worker: Worker) -> Generator[Request, A
             request = conversation.send((yield request))
     except StopIteration as done:
         return done.value, payload
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    return exact_sum(x.double().square())
 
 
 def _odds(error: float) -> float:

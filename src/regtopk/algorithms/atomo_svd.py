@@ -5,14 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.algorithms.atomo import draw_entries, keep_probability
-from regtopk.core import Conversation, Gather, Gathered, Layer, NoState, SparseSum, WithDensity, Worker
-from regtopk.core.options import integer, option
-from regtopk.core.random import uniform
+from regtopk.algorithms.atomo import Atomo, draw_entries, keep_probability
+from regtopk.core import Conversation, Gather, Gathered, Layer, NoState, SparseSum, Worker, uniform
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtomoSVD(WithDensity[NoState]):
+class AtomoSVD(Atomo):
     """Atomic sparsification with singular vectors as atoms (Wang et al. 2018).
 
     G = sum_i sigma_i u_i v_i', the gradient of a layer as an (a, b) matrix
@@ -37,16 +35,15 @@ class AtomoSVD(WithDensity[NoState]):
 
     name = "atomo-svd"
     promises = frozenset({"unbiased"})
-    seed: int = option(0, integer())
-
-    def init(self, worker: Worker) -> NoState:
-        return NoState()
 
     def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
         density = self.num_selected(worker) / worker.numel
         x = grad.to(worker.weight.dtype)
         matrices = [layer for layer in worker.layout.layers if len(layer.shape) > 1 and layer.numel > 0]
-        rest = _entries_outside(matrices, worker).to(grad.device)
+        is_outside = torch.ones(worker.numel, dtype=torch.bool)
+        for layer in matrices:
+            is_outside[layer.entries] = False
+        rest = is_outside.nonzero().flatten().to(grad.device)
         num_atoms = sum(min(layer.sides) for layer in matrices)
         draws = uniform(worker.index, self.seed, worker.step, len(rest) + num_atoms)
         aggregate = x.new_zeros(worker.numel)
@@ -59,13 +56,6 @@ class AtomoSVD(WithDensity[NoState]):
             gathered = yield from Gather(message, count)
             _add_atoms_(aggregate, gathered, matrices)
         return aggregate
-
-
-def _entries_outside(matrices: list[Layer], worker: Worker) -> Tensor:
-    is_outside = torch.ones(worker.numel, dtype=torch.bool)
-    for layer in matrices:
-        is_outside[layer.entries] = False
-    return is_outside.nonzero().flatten()
 
 
 def _messages(x: Tensor, matrices: list[Layer], density: float, draws: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import Conversation, Promises, Worker, integer, option, within
-from regtopk.core.sparse import take_largest_
+from regtopk.core import Conversation, Promises, Worker, integer, option, take_largest_, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +50,7 @@ class ChunkedTopK(OwnChoice[ScoredState]):
         chunk, k_per_chunk = self._sizes(worker)
         num_whole, rest = divmod(worker.numel, chunk)
         num_sent = num_whole * k_per_chunk + min(k_per_chunk, rest)
-        state = ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
-        return self.with_owed(state, worker)
+        return self.with_owed(ScoredState.start(worker, self.score, num_sent), worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         chunk, k = self._sizes(worker)

@@ -50,8 +50,7 @@ class Consensus(Sparsifier[ScoredState]):
         return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
     def init(self, worker: Worker) -> ScoredState:
-        num_sent = self.num_selected(worker)
-        return ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+        return ScoredState.start(worker, self.score, self.num_selected(worker))
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         k, residual, senders = self.num_selected(worker), state.residual, worker.senders

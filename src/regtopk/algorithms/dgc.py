@@ -8,8 +8,7 @@ from torch import Tensor
 
 from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import Conversation, Promises, Worker, option, per_worker, take_largest_, within
-from regtopk.core.sparse import clear_at_
+from regtopk.core import Conversation, Promises, Worker, clear_at_, option, per_worker, take_largest_, within
 
 
 @dataclass
@@ -60,25 +59,20 @@ class DGC(OwnChoice[DGCState]):
         return self.promised(frozenset({"dense_at_full_density", "exact_k", "replicates"}))
 
     def init(self, worker: Worker) -> DGCState:
-        num_sent = self.num_selected(worker)
-        momentum = worker.zeros()
-        state = DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
-        return self.with_owed(state, worker)
+        k, momentum = self.num_selected(worker), worker.zeros()
+        return self.with_owed(DGCState.start(worker, self.score, k, momentum=momentum), worker)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         k, v = self.num_selected(worker), state.residual
-        u = state.momentum.mul_(self.momentum).add_(self._clipped(grad, worker))
+        if self.clip is not None:
+            # In float64, then rounded: a batch and a single worker add up in different orders.
+            norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=torch.float64)
+            factor: Tensor = self.clip / math.sqrt(worker.num_workers) / norm
+            grad = factor.clamp(max=1).float().to(worker.weight.dtype) * grad
+        u = state.momentum.mul_(self.momentum).add_(grad)
         damped = damped_by(self.score, state, v, u, worker)
         sent = take_largest_(v, u, k, code=self.sent_code, **damped)
         clear_at_(u, sent)
         aggregate = yield from self.sum_sent(sent, state, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate
-
-    def _clipped(self, grad: Tensor, worker: Worker) -> Tensor:
-        if self.clip is None:
-            return grad
-        # In float64, then rounded: a batch and a single worker add up in different orders.
-        norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=torch.float64)
-        factor: Tensor = self.clip / math.sqrt(worker.num_workers) / norm
-        return factor.clamp(max=1).float().to(worker.weight.dtype) * grad

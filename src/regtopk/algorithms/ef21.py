@@ -9,6 +9,10 @@ from regtopk.algorithms.own_choice import ReturnsInPart
 from regtopk.core import Conversation, State, Worker, extended, per_worker, shared, take_largest_
 from regtopk.core.options import option, within
 
+# What a state has more with some options: the running mean v_n of a worker's gradients, and what of the
+# estimate did not arrive.
+_RULES = {"average": per_worker("weighted_sum"), "unarrived": per_worker("weighted_sum")}
+
 
 @dataclass
 class EF21State(State):
@@ -16,13 +20,6 @@ class EF21State(State):
 
     estimate: Tensor = per_worker("weighted_sum")
     aggregate: Tensor = shared(per_entry=True)
-
-
-@dataclass
-class EF21MomentumState(EF21State):
-    """The same, and the running mean v_n of a worker's gradients."""
-
-    average: Tensor = per_worker("weighted_sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +62,14 @@ class EF21(ReturnsInPart[EF21State]):
         aggregate = worker.weight.new_zeros(*worker.batch_shape[:-1], worker.numel)
         state = EF21State(worker.zeros(), aggregate)
         if self.eta < 1:
-            state = EF21MomentumState(worker.zeros(), aggregate, worker.zeros())
-        if self.returned is None:
-            return state
-        rules = {"unarrived": per_worker("weighted_sum")}
-        return self.with_owed(extended(state, rules, unarrived=worker.zeros()), worker)
+            state = extended(state, _RULES, average=worker.zeros())
+        if self.returned is not None:
+            state = extended(state, _RULES, unarrived=worker.zeros())
+        return self.with_owed(state, worker)
 
-    def exchange(self, grad: Tensor, state: EF21State, worker: Worker) -> Conversation:
+    def exchange(self, grad: Tensor, state: Any, worker: Worker) -> Conversation:
         k = self.num_selected(worker)
-        if isinstance(state, EF21MomentumState):
+        if self.eta < 1:
             # Two roundings, not a fused one: the same bits wherever an entry lies in memory.
             grad = state.average.mul_(1 - self.eta).add_(self.eta * grad.to(state.average.dtype))
         _settle(state)
@@ -83,7 +79,8 @@ class EF21(ReturnsInPart[EF21State]):
         correction = yield from self.sum_sent(sent, state, worker)
         _settle(state)
         state.aggregate += correction.view_as(state.aggregate)
-        return state.aggregate.view_as(correction).clone()
+        aggregate: Tensor = state.aggregate.view_as(correction).clone()
+        return aggregate
 
 
 def _settle(state: Any) -> None:

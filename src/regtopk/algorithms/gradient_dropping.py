@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk import kernels
 from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, Sparsifier, Worker
 from regtopk.core.options import option, within
 from regtopk.core.sparse import take_all_above_
@@ -41,8 +40,11 @@ class GradientDropping(ErrorFeedback, Sparsifier[ResidualState]):
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         k, numel = self.num_selected(worker), worker.numel
         num_samples = min(numel, math.ceil(max(self.sample * numel, _FEWEST_SAMPLED / (k / numel))))
-        sample = {"num_samples": num_samples, "start": worker.step}
-        threshold = kernels.estimate_threshold(state.residual, grad, k, **sample)
+        # Another start in every step, so that no entry is left out for good.
+        sample = torch.arange(num_samples, device=grad.device) * numel // num_samples
+        sample = (worker.step + sample) % numel
+        sampled = state.residual.index_select(-1, sample).add_(grad.index_select(-1, sample)).abs()
+        threshold = sampled.topk(max(1, round(k * num_samples / numel)), dim=-1).values[..., -1]
         threshold = threshold.clamp(min=torch.finfo(threshold.dtype).tiny)
         sent = take_all_above_(state.residual, grad, threshold, k, code=self.value_code)
         return (yield from SparseSum(sent, worker.weight))

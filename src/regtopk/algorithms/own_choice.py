@@ -17,8 +17,6 @@ from regtopk.core.sparse import SparseGradient, take_largest_
 from regtopk.core.state import StateT, extended, per_worker
 from regtopk.errors import ArgumentError
 
-_PROMISES: Promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnsInPart(Sparsifier[StateT]):
@@ -83,7 +81,8 @@ class OwnChoice(ReturnsInPart[StateT]):
     @property
     def promises(self) -> Promises:
         """A worker that pays for others' entries conserves its own only together with them."""
-        return self.promised(_PROMISES)
+        own: Promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
+        return self.promised(own)
 
     def promised(self, promises: Promises) -> Promises:
         """What is left of some promises with these options."""

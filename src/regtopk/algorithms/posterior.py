@@ -28,8 +28,11 @@ class ScoredState(State):
     residual: Tensor = per_worker("weighted_sum")
 
     @classmethod
-    def start(cls: type[ScoredStateT], worker: Worker, num_sent: int, **more: Tensor) -> ScoredStateT:
-        """The state before the first step: `num_sent` entries sent as zero, which counts as not sent."""
+    def start(
+        cls: type[ScoredStateT], worker: Worker, score: "PosteriorScore | None", num_sent: int, **more: Tensor
+    ) -> ScoredStateT:
+        """Before the first step `num_sent` entries are sent as zero, which counts as not sent."""
+        num_sent = 0 if score is None else num_sent
         return cls(
             indices=worker.zeros(num_sent, torch.int64) + torch.arange(num_sent, device=worker.weight.device),
             own=worker.zeros(num_sent),

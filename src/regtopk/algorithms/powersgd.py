@@ -8,10 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from regtopk.core import Algorithm, Conversation, DenseSum, Layout, ResidualState, Worker, shared
+from regtopk.core import Algorithm, Conversation, DenseSum, Layout, ResidualState, Worker, shared, uniform
 from regtopk.core.codes import VALUE_CODES, is_lossless, quantise
 from regtopk.core.options import integer, one_of, option
-from regtopk.core.random import uniform
 from regtopk.core.tiles import TileGroup, tiles_of
 
 MIN_SAVING = 2  # what two factors make less than so many times smaller is sent as it is
@@ -59,7 +58,7 @@ class PowerSGD(Algorithm[PowerSGDState]):
 
     def init(self, worker: Worker) -> PowerSGDState:
         groups, _ = _cut(worker.layout, self.rank)
-        size = sum(_size_of_factors(group, 1, self.rank) for group in groups)
+        size = sum(len(group.parts) * group.shape[1] for group in groups) * self.rank
         first = uniform(worker.index.new_zeros(()), self.seed, 0, size) - 0.5
         return PowerSGDState(worker.zeros(), first.to(worker.weight))
 
@@ -67,13 +66,13 @@ class PowerSGD(Algorithm[PowerSGDState]):
         groups, rest = _cut(worker.layout, self.rank)
         rest, num_rest = rest.to(grad.device), len(rest)
         residual = state.residual.add_(grad)
-        right = _orthonormal(_unpack(state.factors, groups, 1, self.rank))
+        right = [torch.linalg.qr(q).Q for q in _unpack(state.factors, groups, 1, self.rank)]
         left = _products(residual, groups, right, is_transposed=False)
         request = self._sum_of(torch.cat([residual[..., rest], left], -1), worker)
         total = yield from request
         aggregate = total.new_zeros(worker.numel)
         if groups:
-            basis = _orthonormal(_unpack(total[num_rest:], groups, 0, self.rank))
+            basis = [torch.linalg.qr(p).Q for p in _unpack(total[num_rest:], groups, 0, self.rank)]
             projected = _products(residual, groups, basis, is_transposed=True)
             state.factors = yield from self._sum_of(projected, worker)
             for group, p, q in zip(groups, basis, _unpack(state.factors, groups, 1, self.rank), strict=True):
@@ -103,20 +102,10 @@ def _cut(layout: Layout, rank: int) -> tuple[tuple[TileGroup, ...], Tensor]:
     return groups, is_outside.nonzero().flatten()
 
 
-def _size_of_factors(group: TileGroup, side: int, rank: int) -> int:
-    """How many numbers the left (0) or the right (1) factors of a group have."""
-    return len(group.parts) * group.shape[side] * rank
-
-
 def _unpack(flat: Tensor, groups: Sequence[TileGroup], side: int, rank: int) -> list[Tensor]:
-    """The factors of each group, (number, side, rank), that lie one after the other in a vector."""
-    parts = flat.split([_size_of_factors(group, side, rank) for group in groups])
+    """The left (side 0) or right (1) factors of each group, (number, its length, rank), out of a vector."""
+    parts = flat.split([len(group.parts) * group.shape[side] * rank for group in groups])
     return [part.view(-1, group.shape[side], rank) for group, part in zip(groups, parts, strict=True)]
-
-
-def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
-    """An orthonormal basis of the columns of each factor; zeros give some basis too."""
-    return [torch.linalg.qr(factor).Q for factor in factors]
 
 
 def _products(

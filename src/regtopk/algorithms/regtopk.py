@@ -57,7 +57,7 @@ class RegTopK(OwnChoice[ScoredState]):
         return PosteriorScore(mu=self.mu, damping=self.damping, reference=self.reference, q=self.q)
 
     def init(self, worker: Worker) -> ScoredState:
-        return ScoredState.start(worker, num_sent=self.num_selected(worker))
+        return ScoredState.start(worker, self.score, self.num_selected(worker))
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         k, residual = self.num_selected(worker), state.residual

@@ -10,7 +10,7 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.core import Conversation, ResidualState, SparseSum, Sparsifier, Worker, exact_sum, per_worker
 from regtopk.core.options import one_of, option
-from regtopk.core.sparse import SparseGradient, find_largest_, put_back_, send_, take_where_
+from regtopk.core.sparse import find_largest_, put_back_, send_, take_where_
 
 Fit = Literal["exponential", "pareto", "gamma"]
 
@@ -90,18 +90,14 @@ class SIDCo(Sparsifier[SIDCoState]):
         if (worker.step + 1) % _WINDOW == 0:
             _adapt_stages_(state, _WINDOW * k, most=math.ceil(math.log2(worker.numel / k)))
         if bool(taken.num_left.any()):
-            put_back_(accumulated, taken)
-            sent = self._take_largest_above_(accumulated, eta, most)
+            put_back_(accumulated, taken)  # of those that reach eta the largest are taken instead
+            largest = find_largest_(accumulated, torch.zeros_like(accumulated), most)
+            is_taken = torch.zeros_like(accumulated, dtype=torch.bool).scatter_(-1, largest, True)
+            is_taken &= accumulated.abs() >= eta  # where another row has too many, this one may have too few
+            sent = take_where_(accumulated, is_taken, code=self.value_code)
         else:
             sent = send_(accumulated, taken, self.value_code)
         return (yield from SparseSum(sent, worker.weight))
-
-    def _take_largest_above_(self, accumulated: Tensor, eta: Tensor, most: int) -> SparseGradient:
-        """Of the entries that reach eta, take the largest."""
-        largest = find_largest_(accumulated, torch.zeros_like(accumulated), most)
-        is_taken = torch.zeros_like(accumulated, dtype=torch.bool).scatter_(-1, largest, True)
-        is_taken &= accumulated.abs() >= eta  # where another row has too many, this one may have too few
-        return take_where_(accumulated, is_taken, code=self.value_code)
 
     def threshold(self, x: Tensor, num_stages: Tensor, density: float) -> Tensor:
         """eta for each row of magnitudes, (..., 1) in their dtype, at most the largest, never zero."""

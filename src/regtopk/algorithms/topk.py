@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regtopk.algorithms.own_choice import OwnChoice
-from regtopk.core import Conversation, ErrorFeedback, ResidualState, Worker
-from regtopk.core.sparse import take_largest_
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, Worker, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 Conversation = Generator[Request, Any, Tensor]
-DensitySchedule = Callable[[int], float]
 
 # What an algorithm can promise. The contract, tests/algorithms/test_contract.py, holds it to its promises.
 Promise = Literal[
@@ -76,7 +75,7 @@ class WithDensity(Algorithm[StateT]):
         k: the number of entries itself. Give exactly one of the two.
     """
 
-    density: float | DensitySchedule | None = None
+    density: float | Callable[[int], float] | None = None
     k: int | None = option(None, integer(at_least=1))
 
     def __post_init__(self) -> None:

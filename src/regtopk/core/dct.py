@@ -37,8 +37,7 @@ def _transformed(tiles: Tensor, *, is_inverse: bool) -> Tensor:
     height, width = tiles.shape[-2:]
     left, right = (_cosines(side, is_inverse, tiles.device) for side in (height, width))
     done = torch.empty_like(tiles)
-    parts = zip(tiles.split(_TILES_AT_ONCE, -3), done.split(_TILES_AT_ONCE, -3), strict=True)
-    for part, done_part in parts:
+    for part, done_part in zip(tiles.split(_TILES_AT_ONCE, -3), done.split(_TILES_AT_ONCE, -3), strict=True):
         in_rows = _times(part.double(), right)
         done_part.copy_(_times(in_rows.transpose(-2, -1), left).transpose(-2, -1))
     return done

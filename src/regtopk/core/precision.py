@@ -58,12 +58,11 @@ def round_at_random(vector: Tensor, index: Tensor, step: int) -> Tensor:
 
     Draws are a function of the worker's index and the step, so they are the same after a resume.
     """
-    has_program = vector.is_cuda and kernels.describe(vector.device).kernel == "cuda"
-    most = kernels.MAX_ROWS["cuda"] * vector.shape[-1]
-    if has_program and vector.is_contiguous() and 0 < vector.numel() <= most:
-        from regtopk.kernels.cuda import random as cuda_random
-
-        return cuda_random.round_at_random(vector, index, signed(mix(_SEED, step)))
+    is_plain = vector.is_contiguous() and 0 < vector.numel() <= kernels.MAX_ROWS * vector.shape[-1]
+    rounded: Tensor
+    if is_plain and (programs := kernels.programs_on(vector.device, "random")) is not None:
+        rounded = programs.round_at_random(vector, index, signed(mix(_SEED, step)))
+        return rounded
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)
     *batch, numel = vector.shape
     size = max(4, _PIECE // math.prod(batch) // 4 * 4)  # of each row; four entries share a word

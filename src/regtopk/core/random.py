@@ -68,10 +68,10 @@ def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.devi
     mapped again until they fall below J, which keeps all distinct.
     """
     bits = max(1, (numel - 1).bit_length())
-    if device is not None and kernels.describe(device).kernel == "cuda":
-        from regtopk.kernels.cuda.random import draw
-
-        return draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, device)
+    drawn: Tensor
+    if device is not None and (programs := kernels.programs_on(device, "random")) is not None:
+        drawn = programs.draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, device)
+        return drawn
     keys = [mix(seed, step, i) & ((1 << bits) - 1) for i in range(_NUM_ROUNDS)]
     drawn = _permute(torch.arange(k, dtype=torch.int64, device=device), bits, keys)
     while bool((outside := drawn >= numel).any()):

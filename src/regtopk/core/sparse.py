@@ -109,10 +109,7 @@ def take_largest_(
     With a ``chunk`` the k largest of every run of so many entries are sent, and all of a shorter last one.
     """
     kernel, given = kernels.kernel_for(residual, grad), _checked(damped, scores)
-    if chunk is None:
-        indices, values = kernel.take_largest_(residual, grad, k, given)
-    else:
-        indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k, given)
+    indices, values = kernel.take_largest_(residual, grad, k, given, chunk)
     return _sent_(residual, indices, values, code)
 
 

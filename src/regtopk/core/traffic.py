@@ -12,6 +12,7 @@ from torch import Tensor
 from regtopk.core.codes import full_message_bytes, message_bytes
 from regtopk.core.regions import region_bytes
 from regtopk.core.requests import Broadcast, DenseSum, FromOwners, Gather, Peek, Request, SparseSum, ToOwners
+from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Worker
 
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
@@ -64,12 +65,10 @@ class Traffic:
 def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int | Tensor]:
     """The bytes of a sender's messages, and its entries: numbers where all send as much, else (...,)."""
     if isinstance(request, (SparseSum, ToOwners, FromOwners)):
-        sparse = request.sparse
-        codes = sparse.values.dtype, sparse.code, worker.index_code
-        size = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
+        sparse, size = request.sparse, _sparse_bytes(request.sparse, worker)
         if isinstance(request, FromOwners):
             return size, 0  # the entries of others
-        num_entries = _count(sparse.indices, sparse.count)
+        num_entries = sparse.indices.shape[-1] if sparse.count is None else sparse.count
         if isinstance(request, SparseSum):
             return size, num_entries
         assert isinstance(size, Tensor) and isinstance(num_entries, Tensor)
@@ -82,10 +81,10 @@ def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int |
         return 0, 0
     tensor, count = request.tensor, request.count if isinstance(request, Gather) else None
     if request.numel is None:
-        num_entries = _count(tensor, count)
+        num_entries = tensor.shape[-1] if count is None else count
         return num_entries * tensor.element_size(), num_entries
-    codes = torch.float32, "none", worker.index_code
-    return _sparse_bytes(tensor, count, request.numel, *codes), 0  # indices alone are no entries
+    indices = SparseGradient(tensor, tensor, request.numel, count, "none")
+    return _sparse_bytes(indices, worker), 0  # indices alone are no entries
 
 
 def payload_bytes(request: Request, worker: Worker) -> Tensor:
@@ -115,8 +114,7 @@ def moved(request: Request, worker: Worker) -> Traffic:
 def _sent_to_owners(request: ToOwners, worker: Worker) -> Traffic:
     """A message from each worker to each owner; what an owner has for itself does not travel."""
     sparse = request.sparse
-    codes = sparse.values.dtype, sparse.code, worker.index_code
-    sizes = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
+    sizes = _sparse_bytes(sparse, worker)
     active = is_active(worker.num_workers, worker.idle, worker.weight.device)
     owners = active.nonzero().flatten()
     to_each = sparse.counts.new_zeros(*worker.batch_shape, worker.num_workers)
@@ -125,19 +123,11 @@ def _sent_to_owners(request: ToOwners, worker: Worker) -> Traffic:
     return Traffic.of(payload, payload - own, to_each.sum(-2) - own, active * sparse.counts.sum(-1))
 
 
-def _sparse_bytes(
-    indices: Tensor, count: Tensor | None, numel: int, dtype: torch.dtype, value_code: str, index_code: str
-) -> int | Tensor:
-    codes: Any = {"dtype": dtype, "value_code": value_code, "index_code": index_code}
-    if count is None and index_code != "rice":  # the common case, and the fast one
-        return full_message_bytes(indices.shape[-1], numel, **codes)
-    if count is None:
-        count = torch.full(indices.shape[:-1], indices.shape[-1], device=indices.device)
-    return message_bytes(count, numel, **codes, indices=indices)
-
-
-def _count(tensor: Tensor, count: Tensor | None) -> int | Tensor:
-    return tensor.shape[-1] if count is None else count
+def _sparse_bytes(sparse: SparseGradient, worker: Worker) -> int | Tensor:
+    codes: Any = {"dtype": sparse.values.dtype, "value_code": sparse.code, "index_code": worker.index_code}
+    if sparse.count is None and worker.index_code != "rice":  # the common case, and the fast one
+        return full_message_bytes(sparse.indices.shape[-1], sparse.numel, **codes)
+    return message_bytes(sparse.counts, sparse.numel, **codes, indices=sparse.indices)
 
 
 def _passed_on(source: int, size: int | Tensor, num_entries: int | Tensor, worker: Worker) -> Traffic:

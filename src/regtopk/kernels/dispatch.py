@@ -1,6 +1,7 @@
 """Which kernel runs: by device, dtype and memory layout; the reference wherever no other can."""
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -23,7 +24,7 @@ VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
 _FEW_WORDS = 1 << 12  # of messages, or indices; torch's operations take less than a compiled loop's import
-MAX_ROWS = {"cuda": (1 << 16) - 1}  # a row is a program's second number, and CUDA's (gridDim.y) end there
+MAX_ROWS = (1 << 16) - 1  # on CUDA: a row is a program's second number, and these (gridDim.y) end there
 
 _PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device needs
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
@@ -84,28 +85,31 @@ def index_loops(numbers: Tensor) -> Any:
     return kernel_named("cpu", "codes") if is_long and describe("cpu").kernel != "reference" else None
 
 
-def message_programs(tensor: Tensor) -> Any:
-    """The module whose programs write and read whole messages on this tensor's device; None: torch does."""
-    has_programs = tensor.device.type == "cuda" and describe("cuda").kernel != "reference"
-    return kernel_named("cuda", "codes") if has_programs else None
+def programs_on(device: torch.device, operations: str) -> Any:
+    """The module whose programs do some operations on this device; None: torch does."""
+    has_programs = device.type == "cuda" and describe(device).kernel == "cuda"
+    return kernel_named("cuda", operations) if has_programs else None
+
+
+def message_programs(rows: Tensor, index_code: str) -> Any:
+    """The module whose programs write and read whole messages, of or as these rows; None: torch does."""
+    is_known = index_code == "elias-fano" and math.prod(rows.shape[:-1]) <= MAX_ROWS
+    return programs_on(rows.device, "codes") if is_known else None
 
 
 def block_programs(tensor: Tensor, code: str, dtype: torch.dtype) -> Any:
     """The module whose programs code these values in blocks; None: torch does."""
     is_known = code in ("4bit", "2bit", "sign") and dtype in _RESIDUAL_DTYPES and tensor.numel() > 0
-    has_programs = is_known and tensor.device.type == "cuda" and describe("cuda").kernel != "reference"
-    return kernel_named("cuda", "blocks") if has_programs else None
+    return programs_on(tensor.device, "blocks") if is_known else None
 
 
 def add_in_rank_order_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> None:
     """Add w_n x_n of N sparse vectors, (N, m), to zeros, (J,): see `reference.sums`."""
-    repeat(_add_in_rank_order_, (), [total], [indices, values, weights])
+    repeat(_add_weighted_, (), [total], [indices, values, weights])
     increment_version(total)  # torch does not see what is replayed
 
 
-def _add_in_rank_order_(
-    total: Tensor, indices: Tensor, values: Tensor, weights: Tensor
-) -> tuple[Tensor, ...]:
+def _add_weighted_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     weighted = weights.unsqueeze(-1) * values
     sums.sum_sparse_in_rank_order(indices, weighted, total.numel(), out=total)
     return ()
@@ -114,9 +118,8 @@ def _add_in_rank_order_(
 def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
     """sum_n w_n x_n, from zero, in rank order: see `reference.sums.sum_dense_in_rank_order`."""
     has_numpy = rows.device.type == "cpu" and _is_small(rows) and _wanted() != "reference"
-    kernel = kernel_named("cpu" if has_numpy else "reference", "sums")
-    total: Tensor = kernel.sum_dense_in_rank_order(rows, weights)
-    return total
+    add = small_rows.sum_dense_in_rank_order if has_numpy else sums.sum_dense_in_rank_order
+    return add(rows, weights)
 
 
 def _is_small(vector: Tensor) -> bool:
@@ -128,7 +131,7 @@ def _is_small(vector: Tensor) -> bool:
 def _name_for(vector: Tensor, grad: Tensor | None = None) -> str:
     """The kernel for these tensors; numpy's does not count."""
     device = vector.device.type
-    has_too_many_rows = device in MAX_ROWS and vector.numel() > MAX_ROWS[device] * vector.shape[-1]
+    has_too_many_rows = device == "cuda" and vector.numel() > MAX_ROWS * vector.shape[-1]
     if _wanted() == "reference" or _is_small(vector) or has_too_many_rows:
         return "reference"
     if not _is_rows(vector, _RESIDUAL_DTYPES) or (grad is not None and not _is_rows(grad, _GRAD_DTYPES)):

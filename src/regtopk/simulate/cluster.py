@@ -70,8 +70,7 @@ class Cluster:
         self._report: Report | None = None
         self.state: State | None = None
         self.num_steps = 0
-        self.last_step = Traffic.zeros(num_workers)
-        self.total = Traffic.zeros(num_workers)
+        self.last_step = self.total = Traffic.zeros(num_workers)
         self._worker: Worker | None = None
 
     @torch.no_grad()
@@ -138,9 +137,8 @@ class Cluster:
         self._worker, self.state = worker, state
         self.num_steps, self.num_rounds = state_dict["num_steps"], state_dict["num_rounds"]
         self._report = None if state_dict["report"] is None else Report(*state_dict["report"])
-        self.last_step, self.total = (
-            Traffic.from_state_dict(state_dict[key]) for key in ("last_step", "total")
-        )
+        self.last_step = Traffic.from_state_dict(state_dict["last_step"])
+        self.total = Traffic.from_state_dict(state_dict["total"])
 
     def _check(self, grads: Tensor) -> None:
         """Refuse gradients that do not fit, before anything changes."""

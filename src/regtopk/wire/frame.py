@@ -76,13 +76,15 @@ def reasons(bits: int) -> str:
 
 
 def make_frame(
-    is_ascending: Tensor, is_finite: Tensor, numel: int, count: int | Tensor, kinds: int | Tensor
+    values: Tensor, numel: int, count: int | Tensor, kinds: int | Tensor, is_ascending: Tensor | None = None
 ) -> Tensor:
     """The frame's words (..., 8), its checksum still zero.
 
     Rows whose indices do not ascend, or whose values are not finite, are marked in the place of the count:
     receivers refuse them. The sender does not do so itself: it would have to wait for its device.
     """
+    is_finite = torch.isfinite(values).all(-1)
+    is_ascending = torch.ones_like(is_finite) if is_ascending is None else is_ascending
     frame = torch.zeros(*is_finite.shape, 4, dtype=torch.int64, device=is_finite.device)
     # Filled in by slices: a tensor from a list, or a number for a single entry, waits for the device.
     frame[..., :1] = MAGIC | (kinds if isinstance(kinds, int) else kinds.unsqueeze(-1)) << 32

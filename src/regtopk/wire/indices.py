@@ -11,6 +11,7 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.core.codes import IndexLayout, index_layout, num_words
 from regtopk.wire import bits
+from regtopk.wire.frame import Header
 
 
 def pack_indices(
@@ -48,18 +49,14 @@ def pack_indices(
 
 
 def unpack_indices(
-    words: Tensor,
-    start: Tensor,
-    count: Tensor,
-    layout: IndexLayout,
-    numel: int,
-    capacity: int,
-    index_code: str,
+    words: Tensor, start: Tensor, header: Header, numel: int, capacity: int, index_code: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Indices (..., capacity), whether they are sound (...,), and the word behind them (...,).
 
-    Each row of words (..., w) has its own start, count and layout, (...,). "elias-fano" includes the bitmap.
+    Each row of words (..., w) has its own start and header, (...,). "elias-fano" includes the bitmap.
     """
+    count, _, layout = header
+    assert layout is not None
     middle = start + layout.field_words
     end = middle + num_words(layout.unary_bits)
     has_loop, has_gaps = index_code != "raw32" and words.dim() == 2, index_code == "rice"

@@ -7,24 +7,13 @@ its device and without reading anything back: what is wrong is returned as a sta
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.core import codes
 from regtopk.core.blocks import NUM_SCALES
-from regtopk.core.codes import (
-    HEADER_WORDS,
-    VALUE_BITS,
-    IndexLayout,
-    check_index_code,
-    index_layout,
-    num_words,
-    scale_words,
-    value_words,
-    wire_code,
-)
 from regtopk.core.sparse import SparseGradient
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire import frame
@@ -45,7 +34,6 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     device. Indices that are not ascending and distinct, and values that are not finite (residual + gradient
     may overflow), are marked in the frame, and every receiver refuses the message.
     """
-    check_index_code(index_code, sparse.numel)
     if sparse.indices.dim() > 1 and (sparse.count is not None or index_code == "rice"):
         raise ArgumentError(
             "sparse must have no leading dimensions where lengths may differ (padding or rice), "
@@ -57,7 +45,7 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
         indices, values = indices[:num], values[:num]
     if indices.shape[-1] > sparse.numel:
         raise ArgumentError(f"sparse must hold at most J = {sparse.numel} entries, got {indices.shape[-1]}")
-    settings = sparse.numel, index_code, wire_code(values.dtype, sparse.code)
+    settings = sparse.numel, index_code, codes.wire_code(values.dtype, sparse.code)
     if index_code == "rice":
         return encode_rows(replace(sparse, indices=indices[None], values=values[None], count=None), "rice")[0]
     (message,) = kernels.repeat(_encode, settings, (), (indices, values))
@@ -67,32 +55,19 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
 def _encode(
     numel: int, index_code: str, value_code: str, indices: Tensor, values: Tensor
 ) -> tuple[Tensor, ...]:
-    programs = kernels.message_programs(indices)
-    is_short = math.prod(indices.shape[:-1]) <= kernels.MAX_ROWS["cuda"]
-    if programs is not None and index_code == "elias-fano" and is_short:
-        return (_encode_by(programs, numel, value_code, indices, values),)
-    count = indices.shape[-1]
+    *batch, count = indices.shape
     layout, size = layout_of_count(count, numel, index_code)
     kinds = frame.kinds_of("bitmap" if layout.is_bitmap else index_code, value_code)
-    is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
-    start = frame.make_frame(is_ascending, is_finite, numel, count, kinds)
-    packed = pack_indices(indices, layout, size, index_code)
-    return (frame.seal([start, pack_values(values, value_code), packed]),)
-
-
-def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, values: Tensor) -> Tensor:
-    """The same message, written by a device's own programs."""
-    *batch, k = indices.shape
-    layout, size = layout_of_count(k, numel, "elias-fano")
-    is_bitmap, num_field_words = bool(layout.is_bitmap), int(layout.field_words)
-    sizes = is_bitmap, int(layout.width), num_field_words, size - num_field_words
-    kinds = frame.kinds_of("bitmap" if is_bitmap else "elias-fano", value_code)
-    known = {**frame.NUMBERS, "KINDS": kinds, "numel": numel}
     value_words = pack_values(values, value_code)
-    num_rows = math.prod(batch)  # not -1: there may be no entries
-    rows = (t.reshape(num_rows, t.shape[-1]).contiguous() for t in (indices, values, value_words))
-    words = programs.write_messages(*rows, sizes, known)
-    return reinterpret(words, torch.uint8).view(*batch, -1)
+    if (programs := kernels.message_programs(indices, index_code)) is not None:
+        num_field_words = int(layout.field_words)
+        sizes = bool(layout.is_bitmap), int(layout.width), num_field_words, size - num_field_words
+        num_rows = math.prod(batch)  # not -1: there may be no entries
+        rows = (t.reshape(num_rows, t.shape[-1]).contiguous() for t in (indices, values, value_words))
+        words = programs.write_messages(*rows, sizes, {**frame.NUMBERS, "KINDS": kinds, "numel": numel})
+        return (reinterpret(words, torch.uint8).view(*batch, -1),)
+    start = frame.make_frame(values, numel, count, kinds, are_in_order(indices, numel))
+    return (frame.seal([start, value_words, pack_indices(indices, layout, size, index_code)]),)
 
 
 def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple[Tensor, Tensor]:
@@ -100,41 +75,33 @@ def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple
 
     They are what `encode` makes of each row, in as many operations as of one. Two numbers are read back.
     """
-    check_index_code(index_code, sparse.numel)
     (indices, values), count, numel = sparse.without_padding(), sparse.counts, sparse.numel
-    value_code = wire_code(values.dtype, sparse.code)
-    layout = index_layout(count, numel, index_code, indices)
-    index_words = layout.field_words + num_words(layout.unary_bits)
-    is_ascending, is_finite = are_in_order(indices, numel, sparse.is_valid), torch.isfinite(values).all(-1)
+    value_code = codes.wire_code(values.dtype, sparse.code)
+    layout = codes.index_layout(count, numel, index_code, indices)
+    index_words = layout.field_words + codes.num_words(layout.unary_bits)
     kind, bitmap_kind = (frame.kinds_of(code, value_code) for code in (index_code, "bitmap"))
     kinds = torch.where(layout.is_bitmap, bitmap_kind, kind)
-    start = frame.make_frame(is_ascending, is_finite, numel, count, kinds)
+    start = frame.make_frame(values, numel, count, kinds, are_in_order(indices, numel, sparse.is_valid))
     value_words = pack_values(values, value_code, count)
-    columns, size = IndexLayout(*(part.unsqueeze(-1) for part in layout)), int(index_words.max())
+    columns, size = codes.IndexLayout(*(part.unsqueeze(-1) for part in layout)), int(index_words.max())
     packed = pack_indices(indices, columns, size, index_code, sparse.is_valid)
-    num_scales, value_bits = scale_words(indices.shape[-1], value_code), count * VALUE_BITS[value_code]
-    is_sent = torch.cat(
-        [
-            torch.arange(capacity, device=count.device) < num.unsqueeze(-1)
-            for capacity, num in (
-                (HEADER_WORDS, torch.full_like(count, HEADER_WORDS)),
-                (num_scales, scale_words(count, value_code)),
-                (value_words.shape[-1] - num_scales, num_words(value_bits)),
-                (size, index_words),
-            )
-        ],
-        dim=-1,
+    num_scales = codes.scale_words(indices.shape[-1], value_code)
+    sections = (
+        (codes.HEADER_WORDS, torch.full_like(count, codes.HEADER_WORDS)),
+        (num_scales, codes.scale_words(count, value_code)),
+        (value_words.shape[-1] - num_scales, codes.num_words(count * codes.VALUE_BITS[value_code])),
+        (size, index_words),
     )
+    places = [torch.arange(capacity, device=count.device) < num.unsqueeze(-1) for capacity, num in sections]
+    is_sent = torch.cat(places, dim=-1)
     return frame.seal([start, value_words, packed], is_sent), 4 * is_sent.sum(-1)
 
 
 def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
     """Dense values (..., m) on the grid of a code, without indices, as bytes (..., num_bytes)."""
-    value_code = wire_code(values.dtype, code)
+    value_code = codes.wire_code(values.dtype, code)
     size = values.shape[-1]
-    is_finite = torch.isfinite(values).all(-1)
-    kinds = frame.kinds_of("dense", value_code)
-    start = frame.make_frame(torch.ones_like(is_finite), is_finite, size, size, kinds)
+    start = frame.make_frame(values, size, size, frame.kinds_of("dense", value_code))
     return frame.seal([start, pack_values(values, value_code)])
 
 
@@ -154,18 +121,20 @@ def decode(message: Tensor, numel: int) -> SparseGradient:
         )
     index_code, value_code = _INDEX_CODES[index_id], _VALUE_CODES[value_id]
     try:
-        check_index_code(index_code, numel)
+        codes.check_index_code(index_code, numel)
     except ArgumentError as error:
         raise WireFormatError(f"index code of a message must hold indices below J: {error}") from None
     header = frame.check_frame(words, numel, numel, index_code, value_code)
     _raise_if(header.status)
-    dtype = torch.float64 if value_code == "float64" else torch.float32
+    # As algorithms call it: float64 is how float32 travels where gradients are float64.
+    dtype, code = (torch.float64, "float32") if value_code == "float64" else (torch.float32, value_code)
     capacity = int(header.num_entries)
-    found, status, end = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
+    *entries, _, status, end = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
     _raise_if(status)
     if int(end) != words.shape[-1]:
         raise WireFormatError(f"message must be {4 * int(end)} bytes long, got {4 * words.shape[-1]}")
-    return SparseGradient(found.indices[0], found.values[0], numel, code=found.code)
+    indices, values = (rows[0] for rows in entries)
+    return SparseGradient(indices, values, numel, code=code)
 
 
 def decode_rows(
@@ -189,36 +158,28 @@ def decode_rows(
         (N, capacity) entries with a count for each row, and a status (N,) int64: 0, or one bit for each of
         `REASONS`. A row that is not in order counts no entries.
     """
-    check_index_code(index_code, numel)
-    value_code = wire_code(dtype, value_code)
-    settings = numel, capacity, index_code, value_code, dtype
+    codes.check_index_code(index_code, numel)
+    settings = numel, capacity, index_code, codes.wire_code(dtype, value_code), dtype
     indices, values, count, status = kernels.repeat(_decode_rows, settings, (), (frame.to_words(messages),))
-    return SparseGradient(indices, values, numel, count, _number_code(value_code)), status
+    return SparseGradient(indices, values, numel, count, value_code), status
 
 
 def _decode_rows(
     numel: int, capacity: int, index_code: str, value_code: str, dtype: torch.dtype, words: Tensor
 ) -> tuple[Tensor, ...]:
-    programs = kernels.message_programs(words)
-    if programs is not None and index_code == "elias-fano" and words.shape[0] <= kernels.MAX_ROWS["cuda"]:
-        return _decode_by(programs, numel, capacity, value_code, dtype, words.contiguous())
-    header = frame.check_frame(words, numel, capacity, index_code, value_code)
-    found, status, _ = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
-    return found.indices, found.values, found.counts, status
-
-
-def _decode_by(
-    programs: Any, numel: int, capacity: int, value_code: str, dtype: torch.dtype, words: Tensor
-) -> tuple[Tensor, ...]:
-    """The same entries, read by a device's own programs."""
+    if (programs := kernels.message_programs(words, index_code)) is None:
+        header = frame.check_frame(words, numel, capacity, index_code, value_code)
+        return _decode_body(words, header, numel, capacity, index_code, value_code, dtype)[:4]
+    words = words.contiguous()
     known = {
         **frame.NUMBERS,
         "VALUE_ID": frame.VALUE_IDS[value_code],
-        "VALUE_BITS": VALUE_BITS.get(value_code, 0),
+        "VALUE_BITS": codes.VALUE_BITS.get(value_code, 0),
         "NUM_SCALES": NUM_SCALES.get(value_code, 0),
         "HAS_FLOATS": value_code == "float32" and dtype == torch.float32,
         "numel": numel,
         "capacity": capacity,
+        "most": min(numel, capacity),
     }
     facts, are_bad = programs.read_frames(words, known)
     values = None
@@ -234,7 +195,7 @@ def decode_segment(
 ) -> tuple[Tensor, Tensor]:
     """Dense values (..., size) of messages (..., num_bytes), zero in bad ones, and a status (...,)."""
     words = frame.to_words(messages)
-    value_code = wire_code(dtype, code)
+    value_code = codes.wire_code(dtype, code)
     count, status, _ = frame.check_frame(words, size, size, "dense", value_code)
     values, is_sound = unpack_values(words, count, size, value_code, dtype)
     is_full = (count == size) | (status != 0)  # what else is wrong explains it
@@ -255,21 +216,14 @@ def _decode_body(
     index_code: str,
     value_code: str,
     dtype: torch.dtype,
-) -> tuple[SparseGradient, Tensor, Tensor]:
-    """The entries, (..., capacity), what is wrong with each message, and the word behind it, (...,)."""
-    count, status, layout = header
-    assert layout is not None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Indices and values, (..., capacity), counts and statuses, and the words behind the messages, (...,)."""
+    count, status, _ = header
     values, values_are_sound = unpack_values(words, count, capacity, value_code, dtype)
-    start = HEADER_WORDS + value_words(count, value_code)
-    indices, indices_are_sound, end = unpack_indices(words, start, count, layout, numel, capacity, index_code)
+    start = codes.HEADER_WORDS + codes.value_words(count, value_code)
+    indices, indices_are_sound, end = unpack_indices(words, start, header, numel, capacity, index_code)
     is_whole = (end <= words.shape[-1]) | (status & frame.BITS["length"] != 0)  # once is enough
     status = status + frame.status_of(indices=indices_are_sound, values=values_are_sound, length=is_whole)
     count = count * (status == 0)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
-    indices, values = indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0)
-    return SparseGradient(indices, values, numel, count, _number_code(value_code)), status, end
-
-
-def _number_code(value_code: str) -> str:
-    """What an algorithm calls a wire code: float64 is how float32 travels where gradients are float64."""
-    return "float32" if value_code == "float64" else value_code
+    return indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0), count, status, end

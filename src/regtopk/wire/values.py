@@ -51,7 +51,11 @@ def unpack_values(
         section = bits.take_words(words, start, num)
         values = bits.reinterpret(section, _NUMBERS[code])[..., :capacity].masked_fill(is_padding, 0)
         return values.to(dtype), torch.isfinite(values).all(-1)
-    scales = _take_scales(words, start, count, capacity, code)
+    num_blocks = -(-capacity // BLOCK)
+    section = bits.take_words(words, start, num_blocks * NUM_SCALES[code])
+    scales = section.view(torch.float32).view(*count.shape, num_blocks, NUM_SCALES[code])
+    first = torch.arange(0, num_blocks * BLOCK, BLOCK, device=words.device)
+    scales.masked_fill_((first >= count.unsqueeze(-1)).unsqueeze(-1), 0.0)
     section = bits.take_words(words, start + scale_words(count, code).unsqueeze(-1), num)
     symbols = bits.unpack(section, VALUE_BITS[code])[..., :capacity]
     values = dequantise(symbols, scales, code).masked_fill(is_padding, 0)
@@ -60,12 +64,3 @@ def unpack_values(
     is_ordered = torch.isfinite(lo) & (hi >= 0) if code == "sign" else lo <= hi
     is_sound = (torch.isfinite(hi) & (lo >= 0) & is_ordered).all(-1)
     return values.to(dtype), is_sound
-
-
-def _take_scales(words: Tensor, start: Tensor, count: Tensor, capacity: int, code: str) -> Tensor:
-    """The scales (..., blocks, 1 or 2) float32, zero in blocks that are all padding."""
-    num_blocks = -(-capacity // BLOCK)
-    section = bits.take_words(words, start, num_blocks * NUM_SCALES[code])
-    scales = section.view(torch.float32).view(*count.shape, num_blocks, NUM_SCALES[code])
-    first = torch.arange(0, num_blocks * BLOCK, BLOCK, device=words.device)
-    return scales.masked_fill((first >= count.unsqueeze(-1)).unsqueeze(-1), 0.0)

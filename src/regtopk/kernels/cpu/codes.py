@@ -1,7 +1,4 @@
-"""Index codes on the CPU, both ways: one loop where torch needs dozens of operations on 64-bit integers.
-
-`regtopk.wire.indices` says what the code is, and its own tensor operations are the oracle of these loops.
-"""
+"""Index codes on the CPU, both ways: one loop where torch needs dozens of operations on 64-bit integers."""
 
 from typing import Any
 

@@ -24,15 +24,16 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
     copies, differences = [], []
     firsts = [None] * len(pieces) if start is None else start
     for part, piece, first in zip(parts_of(vector, pieces), pieces, firsts, strict=True):
+        stretches = cut(piece.numel(), torch.get_num_threads())
         if first is not None and _is_plain(piece, vector):
             arrays = [tensor.detach().view(-1).numpy() for tensor in (part, first, piece)]
-            differences += [tuple(array[a:b] for array in arrays) for a, b in _cut(piece)]
+            differences += [tuple(array[a:b] for array in arrays) for a, b in stretches]
             continue
         source = piece
         if not _is_plain(piece, vector):  # torch converts; what is left to do is to look at it
             source = part.copy_(piece) if first is None else subtract_from(first, piece, part)
         target_keys, source_keys = _keys(part), _keys(source)
-        copies += [(target_keys[a:b], source_keys[a:b]) for a, b in _cut(piece)]
+        copies += [(target_keys[a:b], source_keys[a:b]) for a, b in stretches]
     largest, are_bad = max(side_by_side(_copy_, copies), default=0), side_by_side(_subtract_, differences)
     is_finite = largest < _keys(vector.new_tensor([torch.inf]))[0] and not any(are_bad)
     return torch.tensor(bool(is_finite))
@@ -48,7 +49,7 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
             target = vector.new_empty(piece.shape)
             converted.append((piece, target))
         flat = target.detach().view(-1).numpy()
-        for start, stop in _cut(piece):
+        for start, stop in cut(piece.numel(), torch.get_num_threads()):
             tasks.append((flat[start:stop], entries, first + start, indices, counts))
         first += piece.numel()
     side_by_side(_copy_support_, tasks)
@@ -64,10 +65,6 @@ def _keys(tensor: Tensor) -> Array:
     """The memory of a tensor as unsigned integers."""
     numpy: Array = tensor.detach().view(-1).numpy()
     return numpy.view(np.uint32 if tensor.itemsize == 4 else np.uint64)
-
-
-def _cut(piece: Tensor) -> list[tuple[int, int]]:
-    return cut(piece.numel(), torch.get_num_threads()) if piece.numel() else []
 
 
 @compiled

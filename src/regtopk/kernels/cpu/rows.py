@@ -59,20 +59,14 @@ def flat(tensor: Tensor) -> Array:
     return numpy
 
 
-def outputs(residual: Tensor, size: int) -> tuple[Array, Array]:
-    """Memory for indices and values, (rows, size)."""
-    accumulated = flat(residual)
-    shape = (accumulated.shape[0], size)
-    return np.empty(shape, np.int64), np.empty(shape, accumulated.dtype)
-
-
-def like(residual: Tensor, rows: Array) -> Tensor:
-    """Results, (rows, ...), with the leading dimensions of the residual."""
-    return torch.from_numpy(rows).view((*residual.shape[:-1], *rows.shape[1:]))
+def outputs(residual: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for indices and values, (..., size)."""
+    batch = residual.shape[:-1]
+    return torch.empty(*batch, size, dtype=torch.int64), residual.new_empty(*batch, size)
 
 
 def cut(numel: int, num_threads: int, multiple_of: int = loops.LINE) -> list[Stretch]:
     """The stretches of a row: several per thread, so that a slow thread can take fewer."""
     num = min(4 * num_threads, _MAX_STRETCHES, numel // _SMALL_STRETCH) if num_threads > 1 else 1
-    size = math.ceil(numel / max(1, num) / multiple_of) * multiple_of
+    size = max(1, math.ceil(numel / max(1, num) / multiple_of)) * multiple_of
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]

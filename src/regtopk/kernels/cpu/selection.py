@@ -12,29 +12,39 @@ from torch import Tensor
 
 from regtopk.kernels.cpu import loops
 from regtopk.kernels.cpu.compiled import Array
-from regtopk.kernels.cpu.rows import Row, Stretch, cut, like, outputs, rows_of
+from regtopk.kernels.cpu.rows import Row, Stretch, cut, flat, outputs, rows_of
 from regtopk.kernels.cpu.threads import over_rows, side_by_side
 from regtopk.kernels.reference.selection import Damped, Taken
 
 
 def take_largest_(
-    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
+    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.selection.take_largest_`."""
-    rows = rows_of(residual, grad, damped)
-    indices, values = outputs(residual, k)
+    rows, numel = rows_of(residual, grad, damped), residual.shape[-1]
+    num_whole, rest = divmod(numel, chunk or numel)
+    taken = outputs(residual, num_whole * k + min(k, rest))
+    indices, values = map(flat, taken)
 
     def take_row(n: int, num_threads: int) -> None:
-        _take_largest_of_row_(rows[n], cut(residual.shape[-1], num_threads), k, indices[n], values[n])
+        if chunk is None:
+            _take_largest_of_row_(rows[n], cut(numel, num_threads), k, indices[n], values[n])
+            return
+        tasks = []
+        for start, stop in cut(numel, num_threads, multiple_of=chunk):
+            out = slice(start // chunk * k, math.ceil(stop / chunk) * k)
+            tasks.append((*rows[n], start, stop, chunk, k, indices[n, out], values[n, out]))
+        side_by_side(loops.take_per_chunk_, tasks)
 
     over_rows(take_row, len(rows))
-    return like(residual, indices), like(residual, values)
+    return taken
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """See `reference.selection.take_above_`."""
     rows = rows_of(residual, grad, None)
-    indices, values = outputs(residual, capacity)
+    taken = outputs(residual, capacity)
+    indices, values = map(flat, taken)
     num_found = np.empty(len(rows), np.int64)
     thresholds = torch.as_tensor(threshold, dtype=residual.dtype).clamp_min(0).abs()
     keys = thresholds.expand(residual.shape[:-1]).reshape(-1).numpy().view(rows[0].bits.dtype)
@@ -44,29 +54,9 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
         num_found[n] = _take_above_of_row_(rows[n], stretches, keys[n], indices[n], values[n])
 
     over_rows(take_row, len(rows))
-    found = like(residual, num_found)
+    found = torch.from_numpy(num_found).view(residual.shape[:-1])
     count = found.clamp_max(capacity)
-    return Taken(like(residual, indices), like(residual, values), count, found - count)
-
-
-def take_largest_per_chunk_(
-    residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `reference.selection.take_largest_per_chunk_`."""
-    rows = rows_of(residual, grad, damped)
-    whole, rest = divmod(residual.shape[-1], chunk)
-    indices, values = outputs(residual, whole * k_per_chunk + min(k_per_chunk, rest))
-
-    def take_stretch(n: int, start: int, stop: int) -> None:
-        at = slice(start // chunk * k_per_chunk, math.ceil(stop / chunk) * k_per_chunk)
-        loops.take_per_chunk_(*rows[n], start, stop, chunk, k_per_chunk, indices[n, at], values[n, at])
-
-    def take_row(n: int, num_threads: int) -> None:
-        stretches = cut(residual.shape[-1], num_threads, multiple_of=chunk)
-        side_by_side(take_stretch, [(n, *stretch) for stretch in stretches])
-
-    over_rows(take_row, len(rows))
-    return like(residual, indices), like(residual, values)
+    return Taken(*taken, count, found - count)
 
 
 def _take_largest_of_row_(row: Row, stretches: list[Stretch], k: int, indices: Array, values: Array) -> None:
@@ -186,27 +176,18 @@ def threshold_of_found(found: list[Found], k: int) -> tuple[Any, Array, Array]:
 
 def threshold_by_digits(row: Row, stretches: list[Stretch], k: int) -> tuple[Any, Array, Array]:
     """The same from all entries of the row: one pass for each 16 bits of a key."""
+    key_type, count_type = row.bits.dtype.type, np.uint32 if row.bits.size < 2**32 else np.uint64
     num_bits = 8 * row.bits.itemsize - 1  # bits of the threshold that are not known yet
     prefix, num_above = 0, np.zeros(len(stretches), np.int64)
     while num_bits > 0:
         width = min(16, num_bits)
         num_bits -= width
-        counts = _count_digit(row, stretches, prefix, num_bits, width)
+        counts = np.zeros((len(stretches), 1 << width), count_type)  # of each stretch, per digit
+        digit_at = [key_type(number) for number in (prefix, num_bits, width)]
+        tasks = [(row.bits, *stretches[n], row.mask, *digit_at, own) for n, own in enumerate(counts)]
+        side_by_side(loops.count_next_digit, tasks)
         num_reaching = counts.sum(0, dtype=np.int64)[::-1].cumsum()[::-1]
         digit = int(np.flatnonzero(num_reaching >= k - num_above.sum())[-1])
         num_above += counts[:, digit + 1 :].sum(1, dtype=np.int64)
         prefix = (prefix << width) | digit
-    return row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64)
-
-
-def _count_digit(row: Row, stretches: list[Stretch], prefix: int, shift: int, width: int) -> Array:
-    """For each stretch, how often each digit follows the prefix."""
-    count_type = np.uint32 if row.bits.size < 2**32 else np.uint64
-    counts = np.zeros((len(stretches), 1 << width), count_type)
-    digit = [row.bits.dtype.type(number) for number in (prefix, shift, width)]
-
-    def count(start: int, stop: int, own: Array) -> None:
-        loops.count_next_digit(row.bits, start, stop, row.mask, *digit, own)
-
-    side_by_side(count, [(*stretch, own) for stretch, own in zip(stretches, counts, strict=True)])
-    return counts
+    return key_type(prefix), num_above, counts[:, digit].astype(np.int64)

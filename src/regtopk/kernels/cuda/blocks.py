@@ -1,7 +1,4 @@
-"""Values in 4, 2 and 1 bits on a GPU: one launch each way, where torch needs hundreds.
-
-`regtopk.core.blocks` and `regtopk.wire.values` say what is computed, and check it.
-"""
+"""Values in 4, 2 and 1 bits on a GPU: one launch each way, where torch needs hundreds."""
 
 from typing import Any
 

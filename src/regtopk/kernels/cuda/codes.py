@@ -1,7 +1,4 @@
-"""Writing and reading messages on a GPU: a handful of launches where torch needs hundreds.
-
-`regtopk.wire` says what a message is, and its own tensor operations are the oracle of these programs.
-"""
+"""Writing and reading messages on a GPU: a handful of launches where torch needs hundreds."""
 
 from collections.abc import Mapping
 
@@ -49,7 +46,7 @@ def read_frames(words: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     """What frames say, (7, rows) int64, by the numbers in `programs.codes`, and if a float is not finite.
 
     Words, (rows, w) int32, are contiguous. The frame has the format's numbers, those of the values' code,
-    "numel", and in "capacity" the most entries that a message may hold.
+    "numel", and in "most" how many entries a message may hold.
     """
     num_rows, row_words = words.shape
     sums, are_bad = torch.zeros(2, num_rows, dtype=torch.int64, device=words.device)

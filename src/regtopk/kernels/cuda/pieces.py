@@ -31,7 +31,7 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
         num_bad = torch.zeros((), dtype=torch.int32, device=vector.device)
         own = {"vector": vector, "num_bad": num_bad, "HAS_START": start is not None}
         own["start_addresses"] = table["addresses"] if start is None else _addresses_of(start)
-        _launch_on_tiles(join, table | own)
+        launch(join, (len(table["tile_pieces"]), 1), table | own, _TILE_WARPS)
         return num_bad == 0
 
 
@@ -78,11 +78,7 @@ def _overwrite_if_(flag: Tensor, table: dict[str, Any], source: Tensor | float) 
         "flag": flag.view(torch.uint8), "source_addresses": source if has_source else table["addresses"],
         "HAS_SOURCE": has_source, "IS_NAN": not has_source and source != 0.0,
     }  # fmt: skip
-    _launch_on_tiles(overwrite, table | own)
-
-
-def _launch_on_tiles(program: Any, arguments: dict[str, Any]) -> None:
-    launch(program, (len(arguments["tile_pieces"]), 1), arguments, _TILE_WARPS)
+    launch(overwrite, (len(table["tile_pieces"]), 1), table | own, _TILE_WARPS)
 
 
 def _table_of(pieces: Sequence[Tensor]) -> dict[str, Any] | None:

@@ -38,8 +38,8 @@ def plan_for(numel: int, k: int, tile: int, item_bytes: int) -> SelectionPlan:
     if num_samples < _PER_KEY:
         return SelectionPlan()
     largest = numel // (_ENTRIES_PER_BYTE * item_bytes)
-    narrow = _narrow_plan(numel, k, tile, num_samples, largest)
-    return narrow or _wide_plan(numel, k, tile, num_samples, largest) or SelectionPlan()
+    given = numel, k, tile, num_samples, largest
+    return _narrow_plan(*given) or _wide_plan(*given) or SelectionPlan()
 
 
 def _narrow_plan(numel: int, k: int, tile: int, num_samples: int, largest: int) -> SelectionPlan | None:

@@ -1,4 +1,4 @@
-"""Draws on a GPU, without the host. `regtopk.core` says what they are, and its tensor code is the oracle."""
+"""Draws on a GPU, without the host."""
 
 import torch
 from torch import Tensor

@@ -54,14 +54,10 @@ class DeviceRows:
         return torch.empty(self.num, size, dtype=dtype, device=self.device)
 
     def outputs(self, size: int) -> tuple[Tensor, Tensor]:
-        """Memory for indices and values, (rows, size), which programs write to."""
+        """Memory for indices and values, which programs write to, with the residual's leading dimensions."""
         indices, values = self.empty(size, torch.int64), self.empty(size, self.dtype)
         self.arguments |= {"indices": indices, "values": values}
-        return indices, values
-
-    def like(self, rows: Tensor) -> Tensor:
-        """Results, (rows, m), with the leading dimensions of the residual."""
-        return rows.view(*self.batch, rows.shape[1])
+        return indices.view(*self.batch, size), values.view(*self.batch, size)
 
     def launch(
         self, program: Any, num_parts: int, num_warps: int = 4, max_registers: int | None = None, **own: Any

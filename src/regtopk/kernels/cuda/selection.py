@@ -32,13 +32,18 @@ _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
 
 def take_largest_(
-    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
+    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.selection.take_largest_`."""
+    if chunk is not None and chunk > _MAX_CHUNK:
+        return reference.take_largest_(residual, grad, k, damped, chunk)
     increment_version(residual)  # torch does not see what programs write
+    given = () if damped is None or damped.indices.shape[-1] == 0 else damped
+    if chunk is not None:
+        return repeat(_take_largest_per_chunk_, (chunk, k), [residual, grad], given)
     if k >= _MANY:
-        return _take_largest_(k, residual, grad, *_given(damped))
-    return repeat(_take_largest_, (k,), [residual, grad], _given(damped))
+        return _take_largest_(k, residual, grad, *given)
+    return repeat(_take_largest_, (k,), [residual, grad], given)
 
 
 def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +64,7 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
             _move_out_by_tile_(rows)
         else:
             _move_out_(rows)
-    return rows.like(indices), rows.like(values)
+    return indices, values
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
@@ -83,34 +88,24 @@ def _take_above_(capacity: int, residual: Tensor, *others: Tensor) -> tuple[Tens
         rows.launch(accumulate.write_above, stops.shape[1], _TILE_WARPS, capacity=capacity)
         num_found = stops[:, -1].long().view(rows.batch)
         count = num_found.clamp_max(capacity)
-    return rows.like(indices), rows.like(values), count, num_found - count
-
-
-def take_largest_per_chunk_(
-    residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `reference.selection.take_largest_per_chunk_`."""
-    if chunk > _MAX_CHUNK:
-        return reference.take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, damped)
-    increment_version(residual)
-    return repeat(_take_largest_per_chunk_, (chunk, k_per_chunk), [residual, grad], _given(damped))
+    return indices, values, count, num_found - count
 
 
 def _take_largest_per_chunk_(
-    chunk: int, k_per_chunk: int, residual: Tensor, grad: Tensor, *given: Tensor
+    chunk: int, k: int, residual: Tensor, grad: Tensor, *given: Tensor
 ) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(residual):
         rows = DeviceRows(residual, grad, given)
         whole, rest = divmod(rows.numel, chunk)
-        num_taken = whole * k_per_chunk + min(k_per_chunk, rest)
+        num_taken = whole * k + min(k, rest)
         indices, values = rows.outputs(num_taken)
         num_chunks, size = math.ceil(rows.numel / chunk), 1 << (chunk - 1).bit_length()
         starts = _cut(rows, rows.arguments["damped"], chunk, num_chunks, is_aligned=False)
         rows.launch(
             accumulate.take_per_chunk, num_chunks, min(16, max(1, size // 512)), damped_starts=starts,
-            chunk=chunk, k=k_per_chunk, num_taken=num_taken, SIZE=size, BLOCK=_SMALL_BLOCK,
+            chunk=chunk, k=k, num_taken=num_taken, SIZE=size, BLOCK=_SMALL_BLOCK,
         )  # fmt: skip
-    return rows.like(indices), rows.like(values)
+    return indices, values
 
 
 def _guess(rows: DeviceRows, plan: SelectionPlan) -> None:
@@ -175,11 +170,6 @@ def _move_out_by_tile_(rows: DeviceRows) -> None:
     rows.launch(movers.count_moved, num_parts, _TILE_WARPS, taken=taken, NUM_TILES=_TILES_COUNTED)
     stops = taken.cumsum(-1)
     rows.launch(movers.move_out, num_tiles, _TILE_WARPS, taken=taken, stops=stops, BLOCK=_SMALL_BLOCK)
-
-
-def _given(damped: Damped | None) -> tuple[Tensor, ...]:
-    """The damped entries and their scores; nothing if there are none."""
-    return () if damped is None or damped.indices.shape[-1] == 0 else damped
 
 
 def _cut(

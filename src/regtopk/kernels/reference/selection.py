@@ -34,7 +34,7 @@ class Taken:
 
 
 def take_largest_(
-    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
+    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Accumulate, take the k entries of largest score, and clear them from the residual.
 
@@ -46,12 +46,15 @@ def take_largest_(
         grad: (..., J), any floating dtype; not changed.
         k: how many entries to take, 1 <= k <= J.
         damped: entries whose score is given.
+        chunk: k are taken of every run of so many entries, k <= chunk; all of a last one that is shorter.
+            None: the row is one run.
 
     Returns:
         The indices, (..., k) int64 in ascending order, and the accumulated values there.
     """
     residual.add_(grad)
-    indices = largest(score_of(residual, damped), k)
+    score = score_of(residual, damped)
+    indices = largest(score, k) if chunk is None else _largest_per_chunk(score, chunk, k)
     return indices, take_at_(residual, None, indices)
 
 
@@ -78,34 +81,14 @@ def score_of(accumulated: Tensor, damped: Damped | None) -> Tensor:
     return score if damped is None else score.scatter_(-1, damped.indices, damped.scores)
 
 
-def take_largest_per_chunk_(
-    residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
-) -> tuple[Tensor, Tensor]:
-    """Like `take_largest_`, but takes the k largest scores of every chunk of the vector.
-
-    Args:
-        chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
-        k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
-    """
-    residual.add_(grad)
-    score = score_of(residual, damped)
-    numel = residual.shape[-1]
-    whole = numel - numel % chunk
-    taken = [_largest_per_chunk(score[..., :whole], chunk, k_per_chunk)] if whole else []
-    if whole < numel:
-        rest = min(k_per_chunk, numel - whole)
-        taken.append(whole + _largest_per_chunk(score[..., whole:], numel - whole, rest))
-    indices = torch.cat(taken, dim=-1)
-    return indices, take_at_(residual, None, indices)
-
-
 def _largest_per_chunk(score: Tensor, chunk: int, k: int) -> Tensor:
-    """Indices of the k largest of each chunk, ascending: (..., n · chunk) gives (..., n · k)."""
-    chunks = score.unflatten(-1, (-1, chunk))
-    indices = largest(chunks, k)
-    starts = torch.arange(0, score.shape[-1], chunk, device=score.device)
-    indices += starts.unsqueeze(-1)
-    return indices.flatten(-2)
+    num_whole, rest = divmod(score.shape[-1], chunk)
+    whole = num_whole * chunk
+    starts = torch.arange(0, whole, chunk, device=score.device).unsqueeze(-1)
+    taken = largest(score[..., :whole].unflatten(-1, (num_whole, chunk)), k).add_(starts).flatten(-2)
+    if rest == 0:
+        return taken
+    return torch.cat([taken, whole + largest(score[..., whole:], min(k, rest))], dim=-1)
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
@@ -127,23 +110,6 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
     is_first = is_found & (is_found.cumsum(-1) <= capacity)
     residual.masked_fill_(is_first, 0.0)
     return Taken(indices, values, count, num_found - count)
-
-
-def estimate_threshold(
-    residual: Tensor, grad: Tensor | None, k: int, *, num_samples: int, start: int = 0
-) -> Tensor:
-    """The |a| that about k entries of a row reach, (...,), from a sample of it: every (J / num_samples)-th.
-
-    The start shifts the sample: give the step, so that no entry is left out for good.
-    """
-    numel = residual.shape[-1]
-    sample = torch.arange(num_samples, device=residual.device)
-    sample = (start + sample * numel // num_samples) % numel
-    accumulated = residual.index_select(-1, sample)
-    if grad is not None:
-        accumulated.add_(grad.index_select(-1, sample))
-    rank = max(1, round(k * num_samples / numel))
-    return accumulated.abs().topk(rank, dim=-1).values[..., -1]
 
 
 def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor) -> Tensor:

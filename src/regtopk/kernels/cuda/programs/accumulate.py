@@ -41,11 +41,7 @@ def accumulate(
     if HAS_GRAD:
         g = load_tile(grad, first, stop, TILE)
     if HAS_DAMPED:  # what is looked up is on its way before anybody waits for the tile
-        damped += row * num_damped
-        scores += row * num_damped
-        saved += row * num_damped
-        damped_starts += row * (tl.num_programs(0) + 1) + tile
-        d_first, d_stop, j, score = first_of_tile(damped_starts, damped, scores, BLOCK)
+        d_first, d_stop, j, score = first_of_tile(damped_starts, row, tile, damped, scores, num_damped, BLOCK)
     work += row * num_words
     guess, limit = tl.load(work + GUESS), tl.load(work + LIMIT)
     if HAS_GRAD:
@@ -120,7 +116,8 @@ def take_per_chunk(
 ):  # fmt: skip
     """Accumulate a chunk, and move its k largest out; `num_taken` a row, `SIZE` >= chunk."""
     row = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(0).to(tl.int64) * chunk
+    tile = tl.program_id(0)
+    start = tile.to(tl.int64) * chunk
     stop = tl.minimum(start + chunk, numel)
     offsets = start + tl.arange(0, SIZE)
     mask = offsets < stop
@@ -129,10 +126,7 @@ def take_per_chunk(
     a = (a + tl.load(grad + row * grad_stride + offsets, mask=mask, other=0.0)).to(a.dtype)
     key = tl.where(mask, key_of(a, KEY_BITS), -1)
     if HAS_DAMPED:
-        damped += row * num_damped
-        scores += row * num_damped
-        damped_starts += row * (tl.num_programs(0) + 1) + tl.program_id(0)
-        first, last, j, score = first_of_tile(damped_starts, damped, scores, BLOCK)
+        first, last, j, score = first_of_tile(damped_starts, row, tile, damped, scores, num_damped, BLOCK)
         if first < last:
             tl.store(residual + offsets, a, mask=mask)
             put(residual, damped, scores, first, last, j, score, BLOCK)
@@ -144,7 +138,7 @@ def take_per_chunk(
     is_equal = (key == threshold).to(tl.int32)
     wanted_equal = wanted - tl.sum((key > threshold).to(tl.int32))
     is_taken = (key > threshold) | ((is_equal != 0) & (tl.cumsum(is_equal, 0) <= wanted_equal))
-    position = row * num_taken + tl.program_id(0).to(tl.int64) * k
+    position = row * num_taken + tile.to(tl.int64) * k
     position += tl.cumsum(is_taken.to(tl.int32), 0) - 1
     tl.store(indices + position, offsets, mask=is_taken)
     tl.store(values + position, a, mask=is_taken)

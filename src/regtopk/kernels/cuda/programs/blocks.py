@@ -134,9 +134,8 @@ def round_values(
     value, is_valid, magnitude, is_negative = _load_magnitudes(values, row, at, k, counts, HAS_COUNTS)
     lo, hi = _scales_of(magnitude, is_valid, is_negative, BITS)
     _, found = _nearest(magnitude, is_negative, lo, hi, BITS)
-    found = (found * tl.where(is_negative, -1.0, 1.0)).to(
-        value.dtype
-    )  # Triton's minus has no zero of its own
+    # Triton's minus has no zero of its own.
+    found = (found * tl.where(is_negative, -1.0, 1.0)).to(value.dtype)
     found = tl.where(tl.abs(value) < float("inf"), found, value)
     tl.store(coded + row * k + at, tl.where(is_valid, found, 0.0), mask=at < k)
 

@@ -1,7 +1,6 @@
 """Triton programs that write and read messages whose indices are in the code "elias-fano".
 
-docs/wire-format.md says what a message is, and `regtopk.wire` checks these programs. Every program works on
-one message, number `program_id(1)`.
+docs/wire-format.md says what a message is. Every program works on one message, number `program_id(1)`.
 """
 
 import triton
@@ -98,15 +97,8 @@ def _long(words, i):
     return (tl.load(words + i + 1).to(tl.int64) << 32) | low
 
 
-@triton.jit
-def _most(numel, capacity):
-    return tl.minimum(tl.full((), 0, tl.int64) + numel, capacity)
-
-
 @triton.jit(do_not_specialize=SIZES)
-def sum_words(
-    words, sums, are_bad, row_words, numel, capacity, HAS_FLOATS: tl.constexpr, BLOCK: tl.constexpr
-):
+def sum_words(words, sums, are_bad, row_words, most, HAS_FLOATS: tl.constexpr, BLOCK: tl.constexpr):
     """Add BLOCK words to the checksum of their message; tell if a float32 among its values is not finite."""
     row = tl.program_id(1).to(tl.int64)
     words += row * row_words
@@ -115,20 +107,15 @@ def sum_words(
     tl.atomic_add(sums + row, tl.sum(_share_of(word, i)), sem="relaxed")
     if HAS_FLOATS:
         count = _long(words, 4)
-        count = tl.where((count >= 0) & (count <= _most(numel, capacity)), count, 0)
+        count = tl.where((count >= 0) & (count <= most), count, 0)
         is_bad = (i >= HEADER) & (i < count + HEADER) & ((word & 0x7F800000) == 0x7F800000)
         if tl.max(is_bad.to(tl.int32)) > 0:
             tl.store(are_bad + row, 1)
 
 
-@triton.jit
-def _num_words(bits):
-    return (bits + 31) >> 5
-
-
 @triton.jit(do_not_specialize=SIZES)
 def read_frames(
-    words, sums, facts, row_words, numel, capacity, MAGIC: tl.constexpr, VERSION: tl.constexpr,
+    words, sums, facts, row_words, numel, most, MAGIC: tl.constexpr, VERSION: tl.constexpr,
     VALUE_ID: tl.constexpr, ELIAS_FANO_ID: tl.constexpr, BITMAP_ID: tl.constexpr, VALUE_BITS: tl.constexpr,
     NUM_SCALES: tl.constexpr, VALUE_BLOCK: tl.constexpr, MAX_FIELD_BITS: tl.constexpr,
     COUNT_OF_BAD_INDICES: tl.constexpr, COUNT_OF_BAD_VALUES: tl.constexpr, BAD_MAGIC: tl.constexpr,
@@ -141,21 +128,21 @@ def read_frames(
     words += row * row_words
     kinds = tl.load(words + 1)
     count = _long(words, 4)
-    is_counted = (count >= 0) & (count <= _most(numel, capacity))
+    is_counted = (count >= 0) & (count <= most)
     has_bad_indices, has_bad_values = count == COUNT_OF_BAD_INDICES, count == COUNT_OF_BAD_VALUES
     count = tl.where(is_counted, count, 0)
     spread = numel // tl.maximum(count, 1)
     width = tl.full((), 0, tl.int64)
     for bit in range(1, MAX_FIELD_BITS + 1):
         width += (spread >> bit) > 0
-    field_words = _num_words(count * width)
+    field_words = tl.cdiv(count * width, 32)
     unary_bits = tl.where(count > 0, count + ((numel - 1) >> width), 0)
-    is_bitmap = _num_words(numel) < field_words + _num_words(unary_bits)
+    is_bitmap = tl.cdiv(numel, 32) < field_words + tl.cdiv(unary_bits, 32)
     width = tl.where(is_bitmap, 0, width)
     field_words = tl.where(is_bitmap, 0, field_words)
-    unary_words = _num_words(tl.where(is_bitmap, numel, unary_bits))
+    unary_words = tl.cdiv(tl.where(is_bitmap, numel, unary_bits), 32)
     num_blocks = (count + VALUE_BLOCK - 1) // VALUE_BLOCK
-    start = num_blocks * NUM_SCALES + _num_words(count * VALUE_BITS) + HEADER
+    start = num_blocks * NUM_SCALES + tl.cdiv(count * VALUE_BITS, 32) + HEADER
     expected = tl.where(is_bitmap, BITMAP_ID, ELIAS_FANO_ID) | (VALUE_ID << 8)
     status = tl.where(tl.load(words) == MAGIC, 0, BAD_MAGIC)
     status += tl.where((kinds & 0xFF) == VERSION, 0, BAD_VERSION)

@@ -45,12 +45,13 @@ def key_of_sample(key, j, damped, scores, num_damped, num_damped_bits, KEY_BITS:
 
 
 @triton.jit
-def first_of_tile(starts, damped, given, BLOCK: tl.constexpr):
-    """Where the damped entries of a tile start and stop in the list; the first of them, and what is given.
+def first_of_tile(starts, row, tile, damped, given, num_damped, BLOCK: tl.constexpr):
+    """Where the damped entries of a tile start and stop in memory; the first of them, and what is given.
 
-    A program that loads them before it needs them does not wait for them.
+    There is a program for each tile. One that loads them before it needs them does not wait for them.
     """
-    first, stop = tl.load(starts).to(tl.int64), tl.load(starts + 1).to(tl.int64)
+    starts += row * (tl.num_programs(0) + 1) + tile
+    first, stop = row * num_damped + tl.load(starts), row * num_damped + tl.load(starts + 1)
     j, x = load_damped(damped, given, first, stop, BLOCK)
     return first, stop, j, x
 

@@ -72,19 +72,17 @@ def move_out(
 ):  # fmt: skip
     """Move a tile's entries above the threshold out, and the first of those equal to it."""
     row = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
     lead = lead_of(row, residual_stride, IS_ALIGNED)
-    start = tl.program_id(0).to(tl.int64) * TILE
+    start = tile.to(tl.int64) * TILE
     first, last = bounds_of(start, lead, numel, TILE)
     residual += start_of(row, residual_stride, IS_ALIGNED) + start
     a = load_tile(residual, first, last, TILE)
     if HAS_DAMPED:  # what is looked up is on its way before anybody waits for the tile
-        damped += row * num_damped
-        saved += row * num_damped
-        damped_starts += row * (tl.num_programs(0) + 1) + tl.program_id(0)
-        d_first, d_stop, j, held = first_of_tile(damped_starts, damped, saved, BLOCK)
+        d_first, d_stop, j, held = first_of_tile(damped_starts, row, tile, damped, saved, num_damped, BLOCK)
     work += row * num_words
     threshold, wanted = tl.load(work + PREFIX), tl.load(work + WANTED)
-    at = 2 * row * tl.num_programs(0) + tl.program_id(0)
+    at = 2 * row * tl.num_programs(0) + tile
     before = tl.load(stops + at) - tl.load(taken + at)
     num_above = tl.load(stops + (2 * row + 1) * tl.num_programs(0) - 1)
     num_equal = tl.load(taken + at + tl.num_programs(0))

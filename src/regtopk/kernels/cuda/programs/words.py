@@ -26,7 +26,7 @@ BINS = tl.constexpr(256)
 # sizes that change from call to call: no program is compiled again because one is a multiple of 16
 SIZES = [
     "numel", "k", "capacity", "num_damped", "num_damped_bits", "num_groups", "num_tiles", "num_taken", "rank",
-    "rank_of_limit", "chunk", "num_listed", "num_listed_bits", "tile", "row_words", "num_words",
+    "rank_of_limit", "chunk", "most", "num_listed", "num_listed_bits", "tile", "row_words", "num_words",
     "num_value_words", "num_field_words", "num_unary_words", "num_parts",
 ]  # fmt: skip
 
