@@ -67,12 +67,13 @@ class Bucket:
         return self.flat, kernels.join_(self.flat, tensors)
 
     def entries(self) -> Entries:
-        """The per-entry state, cut by parameter (views)."""
-        sizes = [layer.numel for layer in self.layout.layers]
-        entries: Entries = {name: {} for name in self.names}
+        """The per-entry state, cut by parameter, in its shape (views)."""
+        layers = self.layout.layers
+        entries: Entries = {layer.name: {} for layer in layers}
         for field in self.state.per_entry_fields():
-            for name, part in zip(self.names, getattr(self.settled_state, field).split(sizes), strict=True):
-                entries[name][field] = part
+            parts = getattr(self.settled_state, field).split([layer.numel for layer in layers])
+            for layer, part in zip(layers, parts, strict=True):
+                entries[layer.name][field] = part.view(layer.shape)
         return entries
 
     def other_fields(self) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ def state_dict(buckets: Buckets, num_steps: int, ledger: Ledger, report: Report 
     shapes, rank = buckets.parameters.shapes, buckets.rank
     worker = {
         "entries": {
-            name: {field: part.to("cpu", copy=True).view(shapes[name]) for field, part in parts.items()}
+            name: {field: part.to("cpu", copy=True) for field, part in parts.items()}
             for bucket in buckets.all
             for name, parts in bucket.entries().items()
         },
@@ -298,11 +298,8 @@ def _check_workers(
     for n in needed:
         worker = saved["workers"][str(n)]
         for i, bucket in enumerate(buckets):
-            of_vector = {field: getattr(bucket.state, field) for field in bucket.state.per_entry_fields()}
-            for layer in bucket.layout.layers:
-                shapes = dict.fromkeys(of_vector, layer.shape)
-                where = f"parameter {layer.name!r} of rank {n}"
-                _check_fields(worker["entries"].get(layer.name, {}), of_vector, shapes, where)
+            for name, like in bucket.entries().items():
+                check_state(worker["entries"].get(name, {}), like, f"parameter {name!r} of rank {n}")
             if is_same_cut:
                 _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {n}")
 
@@ -320,7 +317,7 @@ def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
 
 
 def check_state(saved: dict[str, Tensor], like: dict[str, Tensor], where: str) -> bool:
-    """The fields are those of another state; only those of the last selection may change in length.
+    """The fields are those of another state, and finite; only the last selection may change in length.
 
     Returns:
         Whether there is a selection: its indices must be checked, too.
@@ -329,14 +326,6 @@ def check_state(saved: dict[str, Tensor], like: dict[str, Tensor], where: str) -
     has_selection = all(field in like and field in saved for field in _SELECTION)
     if has_selection:
         shapes |= dict.fromkeys(_SELECTION, tuple(saved["indices"].shape))
-    _check_fields(saved, like, shapes, where)
-    return has_selection
-
-
-def _check_fields(
-    saved: dict[str, Tensor], like: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], where: str
-) -> None:
-    """They are there, of these shapes and kinds, and finite in the dtype they are loaded into."""
     found = {field: tuple(tensor.shape) for field, tensor in saved.items()}
     if found != shapes:
         raise StateError(f"state of {where} must hold {shapes}, got {found}")
@@ -346,3 +335,4 @@ def _check_fields(
             raise StateError(f"{field} of {where} must be of {dtype}, got {tensor.dtype}")
         if not bool(torch.isfinite(tensor.to(dtype)).all()):  # a float64 may be too large for its place
             raise StateError(f"{field} of {where} must be finite in {dtype}, got a NaN or inf")
+    return has_selection
