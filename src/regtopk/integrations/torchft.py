@@ -149,7 +149,8 @@ class QuorumRounds(RankRounds):
         self.load([])
         model, own = self._model, AT_A_ROUNDS_END
         if is_late:
-            moved = model.moved_to(given["start"])
+            moves = {name: given["start"][name].to(old.device) - old for name, old in model.start.items()}
+            moved = {name: model.parameters.named[name] + move for name, move in moves.items()}
             own = own | {"optimizer": model.inner.state_dict(), "parameters": moved}
         for name, tensor in given["frozen"].items():
             model.frozen[name].copy_(tensor)
@@ -290,7 +291,7 @@ class TorchftExchange(UpdatesBase):
         weight = options.get("weight")
         check_positive("weight", weight := 1.0 if weight is None else weight)
         rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
-        kind = replace(kind, settings=(("every", rounds.every), *kind.settings))  # which is the same on all
+        kind = replace(kind, settings={"every": rounds.every, **kind.settings})  # which is the same on all
         pause = rounds.every // rounds.fragments
         if rounds.delay >= pause:
             raise ArgumentError(

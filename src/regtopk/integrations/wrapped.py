@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,14 +14,11 @@ from regtopk.core.options import check_choice
 from regtopk.distributed.gradients.attach import OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.options import ExchangeOptions, Options, known_options, refuse_typos
+from regtopk.distributed.options import known_options, refuse_typos
 from regtopk.distributed.state.parameters import is_fsdp, uncompiled
 from regtopk.distributed.transport.collectives import is_one_process
-from regtopk.distributed.updates.buffers import How
-from regtopk.distributed.updates.exchange import TIMES, UpdateExchange
-from regtopk.distributed.updates.model import Anchors
+from regtopk.distributed.updates.exchange import UpdateExchange, checked
 from regtopk.errors import ArgumentError, ClusterError
-from regtopk.rounds import Rounds
 
 What = Literal["gradients", "updates"]
 Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
@@ -62,7 +59,7 @@ class ExchangeInTrainer:
             if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
                 raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
         refuse_typos(call, options, _OPTIONS[exchange])
-        self._shared = _checked(options)
+        _, self._shared, _ = checked(options)  # refused with one process, too
         self.exchange: Made | None = None  # from the beginning of training on
         self._algorithm, self._what, self._options = algorithm, exchange, options
         self._may_differ = False  # whether the ranks' models may
@@ -124,15 +121,3 @@ class ExchangeInTrainer:
             assert isinstance(self.exchange, UpdateExchange)
             self.exchange.finish()
             self._may_differ = False
-
-
-def _checked(options: dict[str, Any]) -> Options:
-    """What all kinds of exchange share. A value that breaks its rule is refused, with one process too."""
-    times = {name: value for name, value in options.items() if name in TIMES}
-    Rounds("updates", **times).check_times()
-    check_choice("buffers", options.get("buffers", "mean"), get_args(How))
-    check_choice("anchors", options.get("anchors", "device"), get_args(Anchors))
-    shared = {name: value for name, value in options.items() if name in ExchangeOptions.__annotations__}
-    if shared.get("weight") in ("steps", "tokens"):  # words of `UpdateExchange`
-        shared["weight"] = None
-    return Options(**shared)

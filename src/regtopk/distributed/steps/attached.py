@@ -17,7 +17,6 @@ from regtopk.errors import ClusterError
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
 # exchanges of gradients, and the optimizers that were looked at for each
 _watched: "WeakKeyDictionary[Any, WeakSet[Optimizer]]" = WeakKeyDictionary()
-_INSTEAD = "exchange what it changed, by regtopk.UpdateExchange, or use"
 _log = logging.getLogger("regtopk")
 _WITHOUT_PULSES = ("dense", "ef21", "powersgd")  # algorithms whose aggregate has every entry in every step
 
@@ -28,24 +27,6 @@ def refuse_updates(model: nn.Module) -> None:
         raise ClusterError(
             "model must have no UpdateExchange, got one, and gradients would be exchanged beside updates: "
             "close() it first"
-        )
-
-
-def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
-    """Say on rank 0 that the momenta of an algorithm and of an optimizer multiply."""
-    if not _has_own_momentum(algorithm):
-        return
-    found = [
-        f"{name}={group[name]}"
-        for group in optimizer.param_groups
-        for name in ("momentum", "betas")
-        if group.get(name) and (name == "momentum" or group[name][0])
-    ]
-    if found:
-        _say(
-            f"{algorithm.name} keeps a momentum of its own, and the optimizer has one, too "
-            f"({type(optimizer).__name__} with {found[0]}): steps become many times too long. Use "
-            "torch.optim.SGD without momentum, or an algorithm without one, such as TopK"
         )
 
 
@@ -71,7 +52,8 @@ def look(optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in known and not exchange.is_closed:
             known.add(optimizer)
             if _trains(optimizer, exchange._trained()):
-                warn(exchange._steps.algorithm, optimizer, _INSTEAD)
+                instead = "exchange what it changed, by regtopk.UpdateExchange, or use"
+                warn(exchange._steps.algorithm, optimizer, instead)
 
 
 def _trains(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
@@ -80,23 +62,29 @@ def _trains(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-def warn(algorithm: Algorithm[Any], optimizer: Optimizer, instead: str) -> None:
-    """Say what does not go with an algorithm whose aggregate an optimizer gets."""
-    warn_of_two_momenta(algorithm, optimizer)
-    name, kind = getattr(algorithm, "name", "dense"), type(optimizer).__name__
-    is_adam = any("betas" in group for group in optimizer.param_groups)
-    if is_adam and name not in _WITHOUT_PULSES and not _has_own_momentum(algorithm):
-        _say(
+def warn(algorithm: Algorithm[Any], optimizer: Optimizer, instead: str = "") -> None:
+    """Say on rank 0 what does not go together: two momenta, which multiply; or pulses and Adam.
+
+    `instead` is what to do without Adam. It is empty if the optimizer does not get the aggregate.
+    """
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    name, kind, groups = algorithm.name, type(optimizer).__name__, optimizer.param_groups
+    if algorithm.has_own_momentum and getattr(algorithm, "momentum", 1.0) != 0:
+        found = [
+            f"{option}={group[option]}"
+            for group in groups
+            for option in ("momentum", "betas")
+            if group.get(option) and (option == "momentum" or group[option][0])
+        ]
+        if found:
+            _log.warning(
+                f"{name} keeps a momentum of its own, and the optimizer has one, too ({kind} with "
+                f"{found[0]}): steps become many times too long. Use torch.optim.SGD without momentum, or an "
+                "algorithm without one, such as TopK"
+            )
+    elif instead and name not in _WITHOUT_PULSES and any("betas" in group for group in groups):
+        _log.warning(
             f"{name} sends an entry rarely, as one large value, which spoils {kind}'s second moments: "
             f"{instead} torch.optim.SGD"
         )
-
-
-def _say(text: str) -> None:
-    """Log a warning, on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(text)
-
-
-def _has_own_momentum(algorithm: Algorithm[Any]) -> bool:
-    return getattr(algorithm, "has_own_momentum", False) and getattr(algorithm, "momentum", 1.0) != 0

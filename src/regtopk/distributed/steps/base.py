@@ -175,10 +175,7 @@ class ExchangeBase(Counted):
 
     def _loaded(self, state_dict: dict[str, Any]) -> Any:
         """What a saved state holds, checked as a whole; nothing changes yet."""
-        return self._loaded_part(from_shard(state_dict, self._steps.shard))
-
-    def _loaded_part(self, saved: dict[str, Any]) -> Any:
-        return self._steps.loaded(saved)
+        return self._steps.loaded(from_shard(state_dict, self._steps.shard))
 
     def _compare_loaded(self, loaded: Any) -> None:
         """Refuse, on all ranks, what they have loaded if it does not go together; steps compare the rest."""

@@ -7,7 +7,7 @@ NaN, `driver` gives states back where the host went on, and `Steps` counts it. R
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,7 +51,7 @@ class Kind:
         "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
         "last_step.num_skipped before optimizer.step()"
     )
-    settings: tuple[tuple[str, Any], ...] = ()  # what all ranks must have the same, beside the options
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what ranks compare, beside the options
     parts: tuple[tuple[str, ...], ...] = ()  # the names of parameters that are exchanged together; none: all
     takes_turns: bool = False  # whether a step exchanges one part, not all of them
     has_thread: bool = False  # whether steps are made beside training: they need a process group of their own
@@ -155,7 +155,7 @@ class Steps:
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
-            **dict(self.kind.settings),
+            **self.kind.settings,
             **({} if self.shard is None else {"shard": self.shard}),
         }
 

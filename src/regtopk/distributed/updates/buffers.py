@@ -1,13 +1,12 @@
 """Buffers of a model, such as batch norm's running means: ranks change them apart, a round joins them."""
 
 from functools import reduce
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from regtopk import kernels
-from regtopk.core.options import check_choice
 from regtopk.core.requests import Broadcast, DenseSum
 from regtopk.distributed.requests.dense_sum import dense_sum
 from regtopk.distributed.requests.gather import broadcast
@@ -28,7 +27,6 @@ class ModelBuffers:
     """
 
     def __init__(self, module: nn.Module | None, how: How) -> None:
-        check_choice("buffers", how, get_args(How))
         self.how = how
         self._module = module
         self._shapes = {name: buffer.shape for name, buffer in self.named.items()}

@@ -1,17 +1,16 @@
 """A rank's model between two exchanges of updates: where the round began, and what was learned since."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from regtopk import kernels
-from regtopk.core.options import check_choice
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import flat_dtype
 from regtopk.distributed.state.parameters import NamedParameters, Parameters, named_pairs, refuse_meta
@@ -40,13 +39,13 @@ class LocalModel:
         self,
         source: nn.Module | NamedParameters,
         optimizer: Inner,
-        outer: optimizers.Outer | None,
-        buffers: How,
-        anchors: Anchors = "device",
         fragments: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
+        *,
+        outer: optimizers.Outer | None = None,
+        buffers: How = "mean",
+        anchors: Anchors = "device",
     ) -> None:
-        check_choice("anchors", anchors, get_args(Anchors))
         source = plain(source)
         self._module = source if isinstance(source, nn.Module) else None
         self.is_sharded = is_sharded(source)
@@ -141,11 +140,6 @@ class LocalModel:
         ]
         is_spoiled = self.buffers.is_spoiled(self.parameters.device)
         return vectors, torch.stack([*are_finite, ~is_spoiled]).all()
-
-    def moved_to(self, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the parameters are if this round began from another theta_start: its update is the same."""
-        moves = {name: start[name].to(own.device) - own for name, own in self.start.items()}
-        return {name: self.parameters.named[name] + move for name, move in moves.items()}
 
     def apply(self, outer: Optimizer | None, names: Sequence[str]) -> None:
         """Let the outer optimizer change theta_start of some parameters, whose aggregate is in `update`."""
