@@ -11,7 +11,7 @@ from torch import Tensor
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.state.layout import into
+from regtopk.distributed.state.buckets import into
 from regtopk.distributed.steps import alike
 from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives

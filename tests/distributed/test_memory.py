@@ -7,8 +7,7 @@ from torch import Tensor
 from regtopk import TopK
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Total
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import as_flat
+from regtopk.distributed.state.buckets import Bucket, as_flat
 from regtopk.kernels import Support
 
 

@@ -6,7 +6,7 @@ The way of a gradient, from backward to the wire and back (a test traces it)::
     steps/step                    makes flat vectors of them, and begins a step
     steps/agreement               do all ranks exchange the same, and are all gradients finite?
     steps/driver                  runs the algorithm on each vector, and passes its requests on:
-    requests/sparse_sum           here a sparse sum (others: dense_sum, gather, broadcast)
+    requests/sparse_sum           here a sparse sum (others: owner_sums, gather)
     requests/gather               codes a message (regtopk.wire), gathers every rank's, and decodes them
     transport/collectives         torch.distributed; the answer goes back up the same way, into `.grad`
 

@@ -64,13 +64,11 @@ class LightningCallback(ExchangeInTrainer, Callback):
         """Validate the model that all ranks share."""
         self._validation.enter_context(self._agreed())
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, *_: Any) -> None:
         """Go on with this rank's own; Lightning calls those callbacks that save after this one."""
         self._validation.close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same where validation has failed: fit() may be called again."""
-        self._validation.close()
+    on_exception = on_validation_end  # where validation has failed: fit() may be called again
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give all ranks the same model."""

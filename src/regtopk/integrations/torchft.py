@@ -19,8 +19,7 @@ from typing_extensions import Unpack
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_positive
 from regtopk.distributed.options import names_typos
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import into
+from regtopk.distributed.state.buckets import Bucket, into
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.saved import malformed
 from regtopk.distributed.state.shards import copied, shapes_of

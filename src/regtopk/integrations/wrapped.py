@@ -97,7 +97,7 @@ class ExchangeInTrainer:
                 self.exchange.close()
                 self.exchange = None
                 raise ClusterError(f"every must be the same on all ranks in a trainer, got {everys} by rank")
-            self.exchange._model.read_notice.mute()  # what the framework reads to save it is replaced
+            self.exchange._model.notices.mute()  # what the framework reads to save it is replaced
             silence(model)
         return self.exchange
 

@@ -17,7 +17,7 @@ from regtopk.distributed.options import names_typos
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import together
 from regtopk.distributed.transport.collectives import by_rank, collectives_of
-from regtopk.distributed.updates.notices import ReadNotice
+from regtopk.distributed.updates.notices import Notices
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")
@@ -104,7 +104,7 @@ class Checkpoints:
         self.wait()
         self._check(step, things)
         rank = self._collectives.rank
-        with together(self._collectives, "save", ClusterError), ReadNotice.silent():
+        with together(self._collectives, "save", ClusterError), Notices.silent():
             own, shared, meshes = copies_of(things, writes_shared=self._is_writer)
         contents = {f"rank-{rank}.pt": own}
         if shared and self._is_writer:

@@ -19,7 +19,7 @@ from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import together
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.distributed.updates.notices import ReadNotice
+from regtopk.distributed.updates.notices import Notices
 from regtopk.distributed.updates.saved import shard_state
 from regtopk.errors import ArgumentError, StateError
 
@@ -114,7 +114,7 @@ class Loading:
 
     def take_over(self, files: dict[str, bytes]) -> dict[str, Any]:
         """Give things their states, once all fit on every rank; returns what no thing was named for."""
-        with together(self._collectives, "load the checkpoint", StateError), ReadNotice.silent():
+        with together(self._collectives, "load the checkpoint", StateError), Notices.silent():
             self._check_meshes()
             state = self._state(files)
             for name, thing in self._things.items():

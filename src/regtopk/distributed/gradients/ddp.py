@@ -42,7 +42,12 @@ class SparseHookState(ExchangeBase):
         grad_scaler: torch.amp.GradScaler | None = None,
         **options: Unpack[ExchangeOptions],
     ) -> None:
-        ddp = _wrapped(model)
+        ddp = uncompiled(model)
+        if not isinstance(ddp, DistributedDataParallel):
+            raise ClusterError(
+                f"model must be a DistributedDataParallel, got {type(ddp).__name__}: wrap it first, or use "
+                "regtopk.Exchange; or shard it by fully_shard (FSDP2)"
+            )
         checked = Options(grad_scaler=grad_scaler, **options)
         if checked.process_group is not None:
             raise ArgumentError(
@@ -118,17 +123,6 @@ class SparseHookState(ExchangeBase):
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook: see `attach`, or register it with a `SparseHookState` of your own."""
     return state._on_bucket(bucket)
-
-
-def _wrapped(model: object) -> DistributedDataParallel:
-    """The DDP model; only DDP has a hook to attach to."""
-    inner = uncompiled(model)
-    if isinstance(inner, DistributedDataParallel):
-        return inner
-    raise ClusterError(
-        f"model must be a DistributedDataParallel, got {type(inner).__name__}: wrap it first, or use "
-        "regtopk.Exchange; or shard it by fully_shard (FSDP2)"
-    )
 
 
 def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]:

@@ -19,8 +19,7 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.gradients.fsdp_units import Unit, bits_of, sharding_of, units_of
 from regtopk.distributed.options import Options, refuse_k
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import as_flat, flat_dtype
+from regtopk.distributed.state.buckets import Bucket, as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward, modules_of
 from regtopk.distributed.state.shards import DenseMean, Shards, replicas_of
 from regtopk.distributed.steps.attached import watch_optimizer

@@ -1,7 +1,7 @@
 """The trainable parameters of an exchange, by name, and what must not happen to them afterwards."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,10 +45,6 @@ class Parameters:
     def layout_of(self, names: Iterable[str]) -> Layout:
         """The layout of some of them, one after another."""
         return Layout.of_shapes((name, self.shapes[name], self.kinds.get(name, "other")) for name in names)
-
-    def describe(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and dtype of each: what ranks compare."""
-        return [(name, self.shapes[name], str(p.dtype)) for name, p in self.named.items()]
 
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
@@ -104,6 +100,11 @@ class Parameters:
         if len(devices) > 1:
             raise ClusterError(f"parameters must be on one device, got {sorted(map(str, devices))}")
         return named
+
+
+def facts(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of each: what ranks compare."""
+    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
 
 
 def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Parameter]]:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk.distributed.state.parameters import (
     NamedParameters,
     Parameters,
+    facts,
     is_dtensor,
     is_fsdp,
     is_fsdp2,
@@ -43,7 +44,7 @@ class Shards:
         group = mesh.get_group()
         self.collectives = Collectives(group)
         self.place = [self.collectives.rank, self.collectives.num_workers]
-        self.whole = [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
+        self.whole = facts(named)
         ranks, theirs = map(dist.get_process_group_ranks, (replicas, group))
         if set(ranks) & set(theirs) != {dist.get_rank()}:
             raise ClusterError(

@@ -17,13 +17,11 @@ from regtopk.core.precision import exchange
 from regtopk.core.requests import Broadcast, DenseSum, FromOwners, Gather, Request, SparseSum, ToOwners
 from regtopk.core.state import State
 from regtopk.core.worker import Report, Worker
-from regtopk.distributed.requests.dense_sum import dense_sum
 from regtopk.distributed.requests.gather import broadcast, gather
-from regtopk.distributed.requests.owned_sum import from_owners, to_owners
+from regtopk.distributed.requests.owner_sums import dense_sum, from_owners, to_owners
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.requests.sparse_sum import sparse_sums
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import as_flat
+from regtopk.distributed.state.buckets import Bucket, as_flat
 from regtopk.distributed.steps.alike import Alike, Rows
 from regtopk.errors import OracleError
 from regtopk.kernels import Support
@@ -138,17 +136,15 @@ def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -
         if places:
             totals = answers(rank, [(requests[place], sums[place]) for place in places])
             found |= zip(places, totals, strict=True)
-    return [found[n] if n in found else _answer(rank, asked) for n, asked in enumerate(requests)]
-
-
-def _answer(rank: Rank, request: Request) -> Any:
-    for kind, found in _ONE_BY_ONE.items():
-        if isinstance(request, kind):
-            return found(rank, request)
-    raise OracleError(
-        "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer "
-        "that (regtopk.simulate.Cluster), a real cluster cannot"
-    )
+    for place, asked in enumerate(requests):
+        if place not in found and type(asked) not in _ONE_BY_ONE:
+            raise OracleError(
+                "peeks at the sum of all workers' vectors before anything is sent: only a simulator can "
+                "answer that (regtopk.simulate.Cluster), a real cluster cannot"
+            )
+        if place not in found:
+            found[place] = _ONE_BY_ONE[type(asked)](rank, asked)
+    return [found[place] for place in range(len(requests))]
 
 
 def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:

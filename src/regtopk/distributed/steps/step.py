@@ -24,9 +24,9 @@ from regtopk.core.worker import Report
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.requests.record import Ledger, StepRecord, draw
-from regtopk.distributed.state import layout, saved
-from regtopk.distributed.state.buckets import Bucket, Buckets
-from regtopk.distributed.state.parameters import Parameters, refuse_meta
+from regtopk.distributed.state import saved
+from regtopk.distributed.state.buckets import Bucket, Buckets, ByName, Write, into
+from regtopk.distributed.state.parameters import Parameters, facts, refuse_meta
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.agreement import Agreement, Question, share_report
 from regtopk.distributed.steps.alike import Alike
@@ -73,7 +73,7 @@ class Step:
         """Whether no rank had a NaN or inf, as far as the host knows."""
         return self.agreement.is_finite
 
-    def exchange(self, write: layout.Write) -> None:
+    def exchange(self, write: Write) -> None:
         """Turn the vectors into the aggregate, or into NaN if some rank's are not finite, and write it."""
         rank, scaler = self.steps.rank, self.steps._options.grad_scaler
         if self.is_finite:
@@ -154,7 +154,7 @@ class Steps:
             **{option: getattr(self._options, option) for option in same},
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
-            "parameters": self.parameters.describe(),
+            "parameters": facts(self.parameters.named),
             **self.kind.settings,
             **({} if self.shard is None else {"shard": self.shard}),
         }
@@ -223,7 +223,7 @@ class Steps:
 
     def run(self, grads: dict[str, Tensor]) -> None:
         """A whole step: the gradients, by name, become the aggregate in place, or NaN."""
-        by_name = layout.ByName(grads)
+        by_name = ByName(grads)
 
         def take() -> Vectors:
             joined = [bucket.join(by_name) for bucket in self.buckets.all]
@@ -231,7 +231,7 @@ class Steps:
             return [flat for flat, _ in joined], torch.stack(are_finite).all()
 
         with self.step(take) as step:
-            step.exchange(layout.into(by_name))
+            step.exchange(into(by_name))
 
     def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], tokens: float, may_go_on: bool) -> Step:
         """See that all ranks are here, exchange the same, and have finite vectors."""

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from regtopk import kernels
 from regtopk.core.requests import Broadcast, DenseSum
-from regtopk.distributed.requests.dense_sum import dense_sum
 from regtopk.distributed.requests.gather import broadcast
+from regtopk.distributed.requests.owner_sums import dense_sum
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.distributed.updates.notices import ReadNotice
+from regtopk.distributed.updates.notices import Notices
 
 How = Literal["mean", "rank0", "local"]
 Buffers = dict[str, Tensor]
@@ -63,7 +63,7 @@ class ModelBuffers:
 
     def saved(self) -> dict[str, Buffers]:
         """What a checkpoint holds, of those that `module.state_dict()` has: now, and as the round began."""
-        with ReadNotice.silent():
+        with Notices.silent():
             kept = set() if self._module is None else set(self._module.state_dict(keep_vars=True))
         return {
             "now": {name: buffer for name, buffer in self.named.items() if name in kept},

@@ -29,7 +29,7 @@ from regtopk.distributed.updates import saved as update_checkpoint
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import Anchors, LocalModel
-from regtopk.distributed.updates.notices import ReadNotice
+from regtopk.distributed.updates.notices import Notices
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError, StateError
@@ -95,16 +95,14 @@ class UpdatesBase(Counted):
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
-        model.read_notice = ReadNotice(self._is_inside_a_round)
         with torch.no_grad(), model.at_hand():
-            model.begin(steps.collectives, steps.buckets.all)
+            model.begin(steps.collectives, steps.buckets.all, Notices(self._is_inside_a_round))
         self._steps, self._model, self._maker = steps, model, maker
         self._rounds = LocalRounds(rounds, maker)
         self._is_agreed = False
-        self._hooks = list(model.hooks)
         for optimizer in model.inner.all:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            model.hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            model.hooks.append(optimizer.register_step_post_hook(self._after_step))
             attached.warn(steps.algorithm, optimizer)
         if model.outer is not None:
             attached.warn(steps.algorithm, model.outer, "let outer make a")
@@ -167,7 +165,7 @@ class UpdatesBase(Counted):
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
         self._maker.close()
-        for hook in self._hooks:
+        for hook in self._model.hooks:
             hook.remove()
         self._steps.close()
         attached.OPTIMIZERS.difference_update(self._model.inner.all)
@@ -184,7 +182,7 @@ class UpdatesBase(Counted):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._refuse_in_agreed("optimizer.step")
         self._model.inner.check_turn(optimizer)
-        if self._model.notice.taken():
+        if self._model.notices.taken():
             _log.warning(
                 "the model has loaded weights after its exchange of updates was made: they count as an "
                 "update, of which only a part is sent. Load them before it is made, or all by its own "

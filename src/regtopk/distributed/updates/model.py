@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from regtopk import kernels
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import flat_dtype
-from regtopk.distributed.state.parameters import NamedParameters, Parameters, named_pairs, refuse_meta
+from regtopk.distributed.state.buckets import Bucket, flat_dtype
+from regtopk.distributed.state.parameters import NamedParameters, Parameters, facts, named_pairs, refuse_meta
 from regtopk.distributed.state.saved_shards import Piece, Sharding
 from regtopk.distributed.state.shards import ShardedParameters, is_sharded, local, plain
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
 from regtopk.distributed.updates.inner import Inner, InnerOptimizers
-from regtopk.distributed.updates.notices import LoadNotice, ReadNotice
+from regtopk.distributed.updates.notices import Notices
 from regtopk.rounds import cut_evenly
 
 Anchors = Literal["device", "cpu"]
@@ -68,8 +67,6 @@ class LocalModel:
         self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
         self.update: dict[str, Tensor] = {}
         self.outer = optimizers.make_outer(outer, list(self.start.values()))
-        self.notice, self.read_notice = LoadNotice(), ReadNotice()
-        self.hooks: list[Any] = []
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""
@@ -78,8 +75,8 @@ class LocalModel:
             "optimizer": (self.inner.kinds, names),
             "outer": optimizers.describe_outer(self.outer),
             "buffers": self.buffers.how,
-            "buffers of the model": _described(self.buffers.named),
-            "frozen parameters": _described(self.frozen),
+            "buffers of the model": facts(self.buffers.named),
+            "frozen parameters": facts(self.frozen),
         }
 
     def sharding(self) -> Sharding:
@@ -90,7 +87,7 @@ class LocalModel:
         pieces = [Piece(name, name, 0) for name in wholes]
         return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
 
-    def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
+    def begin(self, collectives: Collectives, buckets: list[Bucket], notices: Notices) -> None:
         """Start from rank 0's model, and make room for the update: a vector for each bucket."""
         collectives.broadcast(self._flat.view(torch.uint8), 0)
         for tensor in (*self.frozen.values(), *self.buffers.named.values()):
@@ -100,8 +97,9 @@ class LocalModel:
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.end_means()
         modules = [] if self._module is None else list(self._module.modules())
-        self.hooks = [part.register_load_state_dict_post_hook(self.notice) for part in modules]
-        self.hooks += [part.register_state_dict_pre_hook(self.read_notice) for part in modules]
+        self.notices = notices
+        self.hooks: list[Any] = [part.register_state_dict_pre_hook(notices.hear_read) for part in modules]
+        self.hooks += [part.register_load_state_dict_post_hook(notices.hear_load) for part in modules]
         for bucket in buckets:
             vector = torch.zeros(bucket.layout.numel, dtype=self._flat.dtype, device=self.parameters.device)
             self._vectors[bucket.names] = vector
@@ -183,7 +181,3 @@ class LocalModel:
         shapes = {name: self.parameters.shapes[name] for name in names}
         parts = flat.split([math.prod(shape) for shape in shapes.values()])
         return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
-
-
-def _described(tensors: dict[str, Any]) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]

@@ -9,35 +9,33 @@ from weakref import WeakMethod
 _log = logging.getLogger("regtopk")
 
 
-class LoadNotice:
-    """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
+class Notices:
+    """Remembers that a module has loaded weights, and warns once if it is read inside a round.
 
-    _has_loaded = False
-
-    def __call__(self, *_: Any) -> None:
-        """Called by the module."""
-        self._has_loaded = True
-
-    def taken(self) -> bool:
-        """Whether it has, since this was last asked."""
-        has_loaded, self._has_loaded = self._has_loaded, False
-        return has_loaded
-
-
-class ReadNotice:
-    """Warns once if a module is read inside a round, when its weights are this rank's; a copy is silent."""
+    Inside a round the module's weights are this rank's. A copy of the module says nothing.
+    """
 
     _is_silent = False  # while those read who know
 
     def __init__(self, is_inside: Callable[[], bool] | None = None) -> None:
         self._is_inside = None if is_inside is None else WeakMethod(is_inside)  # no module holds its exchange
+        self._has_loaded = False
 
     def __reduce__(self) -> Any:
-        return ReadNotice, ()
+        return Notices, ()
 
-    def __call__(self, *_: Any) -> None:
+    def hear_load(self, *_: Any) -> None:
         """Called by the module."""
-        is_inside = None if self._is_inside is None or ReadNotice._is_silent else self._is_inside()
+        self._has_loaded = True
+
+    def taken(self) -> bool:
+        """Whether it has loaded weights since this was last asked."""
+        has_loaded, self._has_loaded = self._has_loaded, False
+        return has_loaded
+
+    def hear_read(self, *_: Any) -> None:
+        """Called by the module."""
+        is_inside = None if self._is_inside is None or Notices._is_silent else self._is_inside()
         if is_inside is not None and is_inside():
             self.mute()
             _log.warning(
@@ -46,7 +44,7 @@ class ReadNotice:
             )
 
     def mute(self) -> None:
-        """Say nothing from now on."""
+        """Say nothing of reads from now on."""
         self._is_inside = None
 
     @classmethod

@@ -218,7 +218,7 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
         shard_state(optimizer)
     if model.outer is not None:
         model.outer.load_state_dict(_completed(model.outer.param_groups, new.outer_state))
-    model.notice.taken()
+    model.notices.taken()
 
 
 def _completed(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
