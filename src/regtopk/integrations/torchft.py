@@ -3,7 +3,6 @@
 torchft has wheels for x86_64 Linux alone: ``pip install 'regtopk[torchft]'``.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,7 +30,7 @@ from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.distributed.updates.saved import AT_A_ROUNDS_END, LoadedModel, load_into
-from regtopk.errors import ArgumentError, ClusterError, RegtopkError, StateError, importing
+from regtopk.errors import ArgumentError, ClusterError, RegtopkError, StateError, importing, log
 from regtopk.rounds import LocalRounds, Rounds
 
 with importing(
@@ -42,7 +41,6 @@ with importing(
     from torchft.process_group import ManagedProcessGroup
 
 _MANAGED = {"process_group": "a group", "handshake_timeout_s": "quorum_timeout"}  # what the Manager has
-_log = logging.getLogger("regtopk")
 
 
 class QuorumRounds(RankRounds):
@@ -217,7 +215,7 @@ class QuorumRounds(RankRounds):
         if not self._is_committed:
             self.num_failed += 1
             why = self._problem or self._manager.errored()
-            _log.warning("round %d was not committed: %s", self._steps.num_steps, why)
+            log.warning("round %d was not committed: %s", self._steps.num_steps, why)
             return None
         self._is_new = False
         if self._has_senders and is_finite and self._is_last(fragment):

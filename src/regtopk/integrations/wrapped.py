@@ -1,8 +1,7 @@
 """An exchange for a model that a framework has wrapped in DistributedDataParallel, with its optimizers."""
 
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
@@ -18,11 +17,10 @@ from regtopk.distributed.options import known_options, refuse_typos
 from regtopk.distributed.state.parameters import is_fsdp, uncompiled
 from regtopk.distributed.transport.collectives import is_one_process
 from regtopk.distributed.updates.exchange import UpdateExchange, checked
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ArgumentError, ClusterError, log
 
 What = Literal["gradients", "updates"]
 Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
-_log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
 _FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler", "process_group"}
 _OPTIONS = {
@@ -62,12 +60,12 @@ class ExchangeInTrainer:
         _, self._shared, _ = checked(options)  # refused with one process, too
         self.exchange: Made | None = None  # from the beginning of training on
         self._algorithm, self._what, self._options = algorithm, exchange, options
-        self._may_differ = False  # whether the ranks' models may
+        self._apart: UpdateExchange | None = None  # the exchange, while the ranks' models may differ
 
     def _make(self, model: nn.Module, optimizers: Sequence[Optimizer], grad_scaler: Any) -> Made:
         """Make the exchange, with torch's own optimizers, in the place of the one before, if there is one."""
         if self.exchange is not None:
-            _log.warning("training begins anew: what the exchange before had not sent yet is dropped")
+            log.warning("training begins anew: what the exchange before had not sent yet is dropped")
             self.exchange.close()
         inner: Any = uncompiled(model)
         is_wrapped = isinstance(inner, DistributedDataParallel)
@@ -104,20 +102,15 @@ class ExchangeInTrainer:
     @contextmanager
     def _agreed(self) -> Iterator[None]:
         """Let the model be theta_start meanwhile, the same on all ranks."""
-        if not self._may_differ:
-            yield
-            return
-        assert isinstance(self.exchange, UpdateExchange)
-        self._may_differ = False  # an evaluation of several data sets calls itself
+        exchange, self._apart = self._apart, None  # an evaluation of several data sets calls itself
         try:
-            with self.exchange.agreed():
+            with nullcontext() if exchange is None else exchange.agreed():
                 yield
         finally:
-            self._may_differ = True
+            self._apart = exchange
 
     def _finish(self) -> None:
         """Give all ranks the same model, if they may differ."""
-        if self._may_differ:
-            assert isinstance(self.exchange, UpdateExchange)
-            self.exchange.finish()
-            self._may_differ = False
+        if self._apart is not None:
+            self._apart.finish()
+            self._apart = None

@@ -1,6 +1,5 @@
 """One line for users: `attach` makes a model exchange its gradients sparsely, however it is wrapped."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +19,7 @@ from regtopk.distributed.steps.attached import look, refuse_updates
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, is_one_process
-from regtopk.errors import ArgumentError, ClusterError
-
-_log = logging.getLogger("regtopk")
+from regtopk.errors import ArgumentError, ClusterError, log
 
 
 class OneProcess(ExchangeBase):
@@ -34,7 +31,7 @@ class OneProcess(ExchangeBase):
 
     def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
         super().__init__(Steps(Parameters(model), algorithm, Alone(), options, Kind("regtopk.attach")))
-        _log.warning(
+        log.warning(
             "%s is not wrapped in DistributedDataParallel, and there is one process: nothing is exchanged",
             type(model).__name__,
         )

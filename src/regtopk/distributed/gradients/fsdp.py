@@ -6,7 +6,6 @@ leaves zeros. When backward is over, all units are exchanged with the ranks that
 aggregates are added to the gradients. Entries are selected within each unit.
 """
 
-import logging
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -27,9 +26,7 @@ from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import difference
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.errors import ArgumentError, ClusterError
-
-_log = logging.getLogger("regtopk")
+from regtopk.errors import ArgumentError, ClusterError, log
 
 
 class ShardedHookState(ExchangeBase):
@@ -56,7 +53,7 @@ class ShardedHookState(ExchangeBase):
         steps = Steps(parameters, algorithm, Collectives(group), options, kind, self._shards)
         super().__init__(steps, sharding_of(model, units))
         if self.num_workers == 1:
-            _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
+            log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._places = {unit.name: unit.places() for unit in units}  # of its parameters in its vector
         self._flats = _room_for(parameters)
         self._arrived: set[str] = set()  # the units in this backward

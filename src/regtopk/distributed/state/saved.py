@@ -25,7 +25,6 @@ The functions here change nothing: `loaded` checks a saved state as a whole and 
 """
 
 import ast
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,14 +42,13 @@ from regtopk.core.worker import Report, check_weights
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.requests.record import Ledger, StepRecord
 from regtopk.distributed.state.buckets import Bucket, Buckets, Entries
-from regtopk.errors import StateError
+from regtopk.errors import StateError, log
 
 FORMAT = 1
 KEYS = frozenset({"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"})
 _OPTIONAL = frozenset({"updates", "shard", "lost"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 MOST_STEPS = (1 << 31) - 1  # what the ranks can compare in a step
-_log = logging.getLogger("regtopk")
 
 
 class Progress(NamedTuple):
@@ -232,8 +230,6 @@ def _with_nothing_owed(saved: dict[str, Any], needed: list[int]) -> dict[str, An
     workers = dict(saved["workers"])
     for n in needed:
         worker = workers[str(n)]
-        if not any("owed" in others for others in worker["groups"]):
-            continue
         entries: Entries = {name: dict(parts) for name, parts in worker["entries"].items()}
         for name, part in owed_parts(saved, n):
             field = owed_to(entries[name])
@@ -280,7 +276,7 @@ def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
     before = ast.literal_eval(saved.get("options", "{}"))  # of an older version, which may know fewer
     now = {name: given for name, given in buckets.algorithm.options().items() if name in before}
     if before != now and buckets.rank.index == 0:
-        _log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
+        log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
     rule = f"an integer in 0..{MOST_STEPS}"
     check_number("num_steps", saved["num_steps"], rule, lambda n: type(n) is int and 0 <= n <= MOST_STEPS)
     check_weights(saved["weights"], len(saved["weights"]))
@@ -310,8 +306,8 @@ def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
     expected = {field: tensor for field, tensor in fields if field in saved or field != "owed"}  # none: zero
     if check_state(saved, expected, where):
         indices, numel = saved["indices"], bucket.layout.numel
-        is_inside = indices.dim() == 1 and bool(((indices >= 0) & (indices < numel)).all())
-        if not is_inside or not bool((indices.diff() > 0).all()):
+        is_inside = ((indices >= 0) & (indices < numel)).all()
+        if indices.dim() != 1 or not bool(is_inside and (indices.diff() > 0).all()):
             rule = f"ascending, distinct and in 0..{numel - 1}"
             raise StateError(f"indices of {where} must be {rule}, got {indices.tolist()[:9]}")
 

@@ -1,6 +1,5 @@
 """What must not meet in one training: two exchanges of one model, two momenta, and Adam with pulses."""
 
-import logging
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -12,12 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.errors import ClusterError
+from regtopk.errors import ClusterError, log
 
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
 # exchanges of gradients, and the optimizers that were looked at for each
 _watched: "WeakKeyDictionary[Any, WeakSet[Optimizer]]" = WeakKeyDictionary()
-_log = logging.getLogger("regtopk")
 _WITHOUT_PULSES = ("dense", "ef21", "powersgd")  # algorithms whose aggregate has every entry in every step
 
 
@@ -78,13 +76,13 @@ def warn(algorithm: Algorithm[Any], optimizer: Optimizer, instead: str = "") -> 
             if group.get(option) and (option == "momentum" or group[option][0])
         ]
         if found:
-            _log.warning(
+            log.warning(
                 f"{name} keeps a momentum of its own, and the optimizer has one, too ({kind} with "
                 f"{found[0]}): steps become many times too long. Use torch.optim.SGD without momentum, or an "
                 "algorithm without one, such as TopK"
             )
     elif instead and name not in _WITHOUT_PULSES and any("betas" in group for group in groups):
-        _log.warning(
+        log.warning(
             f"{name} sends an entry rarely, as one large value, which spoils {kind}'s second moments: "
             f"{instead} torch.optim.SGD"
         )

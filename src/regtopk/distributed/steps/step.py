@@ -4,7 +4,6 @@ A step with a NaN is skipped: `agreement` finds it on all ranks, `Step.exchange`
 NaN, `driver` gives states back where the host went on, and `Steps` counts it. Rounds: `LocalRounds._skip`.
 """
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -34,10 +33,9 @@ from regtopk.distributed.steps.driver import Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
-from regtopk.errors import ClusterError
+from regtopk.errors import ClusterError, log
 
 _MOST_KNOWN = 64  # of what all ranks have agreed on: a density may change with every step
-_log = logging.getLogger("regtopk")
 Vectors = tuple[list[Tensor], Tensor]  # of the buckets of a step; and (), whether all of them are finite
 Take = Callable[[], Vectors]
 
@@ -325,7 +323,7 @@ class Steps:
             self.pending_report = None
         elif self._options.grad_scaler is None and self._ledger.total.num_skipped == 0:
             # once: without a GradScaler the optimizer would make every parameter NaN
-            _log.warning(self.kind.warning, self._num_steps)
+            log.warning(self.kind.warning, self._num_steps)
         self.rank.record.num_skipped = int(not agreement.is_finite)
         self._ledger.waits = agreement.waits
         self._ledger.add(self.rank.record, self.rank.timer)

@@ -1,6 +1,5 @@
 """Exchanges of updates: the optimizer runs first, and what it changed is sent."""
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -32,11 +31,10 @@ from regtopk.distributed.updates.model import Anchors, LocalModel
 from regtopk.distributed.updates.notices import Notices
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rank_rounds import RankRounds
-from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.errors import ArgumentError, ClusterError, StateError, log
 from regtopk.rounds import LocalRounds, Rounds
 
 TIMES = ("every", "delay", "fragments", "mix", "clip_norm")
-_log = logging.getLogger("regtopk")
 
 
 class UpdateOptions(ExchangeOptions, total=False):
@@ -183,7 +181,7 @@ class UpdatesBase(Counted):
         self._refuse_in_agreed("optimizer.step")
         self._model.inner.check_turn(optimizer)
         if self._model.notices.taken():
-            _log.warning(
+            log.warning(
                 "the model has loaded weights after its exchange of updates was made: they count as an "
                 "update, of which only a part is sent. Load them before it is made, or all by its own "
                 "load_state_dict"

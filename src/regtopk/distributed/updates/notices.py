@@ -1,12 +1,11 @@
 """What an exchange of updates hears of its module: that it has loaded weights, and that it was read."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakMethod
 
-_log = logging.getLogger("regtopk")
+from regtopk.errors import log
 
 
 class Notices:
@@ -38,7 +37,7 @@ class Notices:
         is_inside = None if self._is_inside is None or Notices._is_silent else self._is_inside()
         if is_inside is not None and is_inside():
             self.mute()
-            _log.warning(
+            log.warning(
                 "state_dict() of the model was called inside a round: it holds this rank's weights. Call it "
                 "`with exchange.agreed():` for those that all ranks share, or save exchange.state_dict()"
             )
