@@ -2,7 +2,7 @@
 
 The way of a gradient, from backward to the wire and back (a test traces it)::
 
-    gradients/ddp                 DDP hands over its gradients (sharded models: fsdp; without DDP: loop)
+    gradients/ddp                 DDP hands over its gradients (sharded models: fsdp; without DDP: attach)
     steps/step                    makes flat vectors of them, and begins a step
     steps/agreement               do all ranks exchange the same, and are all gradients finite?
     steps/driver                  runs the algorithm on each vector, and passes its requests on:
@@ -19,10 +19,9 @@ The way of an update, from the optimizer's step to the next round::
 """
 
 from regtopk.distributed.checkpoints.folder import Checkpoints
-from regtopk.distributed.gradients.attach import OneProcess, attach
+from regtopk.distributed.gradients.attach import Exchange, OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.gradients.loop import Exchange
 from regtopk.distributed.options import ExchangeOptions
 from regtopk.distributed.requests.record import StepRecord
 from regtopk.distributed.state.saved import merge_state_dicts

@@ -110,7 +110,6 @@ class ExchangeInTrainer:
             self._apart = exchange
 
     def _finish(self) -> None:
-        """Give all ranks the same model, if they may differ."""
         if self._apart is not None:
             self._apart.finish()
             self._apart = None

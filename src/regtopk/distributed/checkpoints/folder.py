@@ -9,14 +9,13 @@ import torch.distributed as dist
 
 from regtopk.core.options import check_choice, check_integer
 from regtopk.distributed.checkpoints.choice import Seen, choose, found_in, refuse
-from regtopk.distributed.checkpoints.files import Save, remove, saves_in, write_part
-from regtopk.distributed.checkpoints.manifest import Manifest
+from regtopk.distributed.checkpoints.files import Manifest, Save, remove, saves_in, write_part
 from regtopk.distributed.checkpoints.things import Loading, copies_of
 from regtopk.distributed.options import names_typos
+from regtopk.distributed.steps.attached import Notices
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import together
 from regtopk.distributed.transport.collectives import by_rank, collectives_of
-from regtopk.distributed.updates.notices import Notices
 from regtopk.errors import ArgumentError, ClusterError, OutputError, log
 
 

@@ -16,10 +16,10 @@ from regtopk.distributed.checkpoints.files import read_checked
 from regtopk.distributed.state.parameters import is_dtensor, uncompiled
 from regtopk.distributed.state.saved import merge_state_dicts
 from regtopk.distributed.state.shards import copied, like, local, shapes_of
+from regtopk.distributed.steps.attached import Notices
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import together
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.distributed.updates.notices import Notices
 from regtopk.distributed.updates.saved import shard_state
 from regtopk.errors import ArgumentError, StateError
 
@@ -134,7 +134,6 @@ class Loading:
         return {name: each for name, each in state.items() if name not in self._things}
 
     def _check_meshes(self) -> None:
-        """Refuse a sharded model on another mesh than the one it was saved on."""
         facts, num_ranks = self._found.parts[self._source], self._collectives.num_workers
         for name, saved in facts.meshes.items():
             thing = self._things.get(name)

@@ -47,11 +47,12 @@ class ShardedHookState(ExchangeBase):
         self._everything = units_of(model)
         self._units = {unit.name: unit for unit in self._everything if unit.members}
         units = self._units.values()
-        self._shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
+        wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._shards = Shards(wholes, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
         kind = Kind("regtopk.attach", parts=tuple((unit.name,) for unit in units))
         steps = Steps(parameters, algorithm, Collectives(group), options, kind, self._shards)
-        super().__init__(steps, sharding_of(model, units))
+        super().__init__(steps, sharding_of(wholes, units))
         if self.num_workers == 1:
             log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._places = {unit.name: unit.places() for unit in units}  # of its parameters in its vector

@@ -102,9 +102,8 @@ def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
             )
 
 
-def sharding_of(model: nn.Module, units: Iterable[Unit]) -> Sharding:
+def sharding_of(wholes: dict[str, nn.Parameter], units: Iterable[Unit]) -> Sharding:
     """Where the parameters are in the units' vectors."""
-    wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names: dict[Any, str] = {p: name for name, p in wholes.items()}
     pieces = []
     for unit in units:

@@ -23,14 +23,14 @@ class Parameters:
     takes_dtensors = False
 
     def __init__(self, source: nn.Module | NamedParameters, ignored: Iterable[str] = ()) -> None:
-        self._module = source if isinstance(source, nn.Module) else None
+        self.module = module_of(source)
         self._ignored = frozenset(ignored)
-        if self._module is not None and not self.takes_dtensors:
-            _refuse_modules(self._module)
+        if not self.takes_dtensors:
+            _refuse_modules(self.module)
         self.whole = self._trainable(source)
         self._seen: list[object] = []  # in the module when names were last looked up, and kept until then
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
-        self.kinds = {} if self._module is None else layer_kinds(self._module)
+        self.kinds = layer_kinds(self.module)
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
@@ -48,7 +48,7 @@ class Parameters:
 
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
-        found = [] if self._module is None else contents_of(self._module)
+        found = contents_of(self.module)
         if len(found) != len(self._seen) or not all(map(operator.is_, found, self._seen)):
             self._check_names()
             self._seen = found
@@ -60,7 +60,7 @@ class Parameters:
 
     def _check_names(self) -> None:
         """Refuse parameters that were added or replaced; to look up all names takes a millisecond."""
-        for name, p in [] if self._module is None else self._module.named_parameters():
+        for name, p in self.module.named_parameters():
             if p.requires_grad and name not in self._ignored and self.whole.get(name) is not p:
                 raise ClusterError(
                     f"parameter {name!r} of shape {tuple(p.shape)} must have been there, requiring a "
@@ -105,6 +105,11 @@ class Parameters:
 def facts(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
     """Name, shape and dtype of each: what ranks compare."""
     return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+
+
+def module_of(source: nn.Module | NamedParameters) -> nn.Module:
+    """The module that a user gave; an empty one in the place of parameters."""
+    return source if isinstance(source, nn.Module) else nn.Module()
 
 
 def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Parameter]]:

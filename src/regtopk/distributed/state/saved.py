@@ -254,7 +254,6 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _check_keys(saved: object, may_hold: frozenset[str] = frozenset()) -> None:
-    """It holds what a state dict holds, in the format that is read here."""
     if not isinstance(saved, dict) or set(saved) - may_hold - {"options"} != KEYS:
         found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise StateError(f"a saved exchange must hold {sorted(KEYS)}, got {found}")

@@ -22,6 +22,7 @@ from regtopk.distributed.state.parameters import (
     is_dtensor,
     is_fsdp,
     is_fsdp2,
+    module_of,
     named_pairs,
     refuse_meta,
     uncompiled,
@@ -70,11 +71,10 @@ class ShardedParameters(Parameters):
 
     takes_dtensors = True
 
-    def __init__(self, source: nn.Module | NamedParameters) -> None:
-        self._module = source if isinstance(source, nn.Module) else None
+    def _trainable(self, source: nn.Module | NamedParameters) -> dict[str, nn.Parameter]:
         self.reshard()
         check_placements(named_pairs(source))
-        super().__init__(source)
+        return super()._trainable(source)
 
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
@@ -88,24 +88,19 @@ class ShardedParameters(Parameters):
 
     def reshard(self) -> None:
         """Let go of whole parameters, which FSDP keeps after an evaluation: they hide what is written."""
-        for _, module in self._units():
+        for _, module in units_by_name(self.module):
             module.reshard()
 
     def end_means(self) -> None:
         """Let gradients stay in their replica, where a `detach()` has left them to be averaged."""
-        for name, module in self._units():
+        for name, module in units_by_name(self.module):
             if any(isinstance(group._all_reduce_hook, DenseMean) for group in groups_of(name, module)):
                 module.set_all_reduce_hook(None)
-
-    def _units(self) -> list[tuple[str, Any]]:
-        """The FSDP units of the module, by name."""
-        return [] if self._module is None else units_by_name(self._module)
 
 
 def is_sharded(source: nn.Module | NamedParameters) -> bool:
     """Whether it has DTensors, or units of fully_shard, which may show whole parameters."""
-    has_units = isinstance(source, nn.Module) and bool(units_by_name(source))
-    return has_units or any(is_dtensor(p) for _, p in named_pairs(source))
+    return bool(units_by_name(module_of(source))) or any(is_dtensor(p) for _, p in named_pairs(source))
 
 
 def plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:

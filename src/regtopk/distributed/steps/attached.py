@@ -1,9 +1,13 @@
-"""What must not meet in one training: two exchanges of one model, two momenta, and Adam with pulses."""
+"""What exchanges hear of optimizers and modules, and warn of or refuse.
 
-from collections.abc import Iterable
+Two exchanges of one model, two momenta, and Adam with pulses must not meet in one training.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch.distributed as dist
 from torch import nn
@@ -86,3 +90,52 @@ def warn(algorithm: Algorithm[Any], optimizer: Optimizer, instead: str = "") -> 
             f"{name} sends an entry rarely, as one large value, which spoils {kind}'s second moments: "
             f"{instead} torch.optim.SGD"
         )
+
+
+class Notices:
+    """Remembers that a module has loaded weights, and warns once if it is read inside a round.
+
+    Inside a round the module's weights are this rank's. A copy of the module says nothing.
+    """
+
+    _is_silent = False  # while those read who know
+
+    def __init__(self, is_inside: Callable[[], bool] | None = None) -> None:
+        self._is_inside = None if is_inside is None else WeakMethod(is_inside)  # no module holds its exchange
+        self._has_loaded = False
+
+    def __reduce__(self) -> Any:
+        return Notices, ()
+
+    def hear_load(self, *_: Any) -> None:
+        """Called by the module."""
+        self._has_loaded = True
+
+    def taken(self) -> bool:
+        """Whether it has loaded weights since this was last asked."""
+        has_loaded, self._has_loaded = self._has_loaded, False
+        return has_loaded
+
+    def hear_read(self, *_: Any) -> None:
+        """Called by the module."""
+        is_inside = None if self._is_inside is None or Notices._is_silent else self._is_inside()
+        if is_inside is not None and is_inside():
+            self.mute()
+            log.warning(
+                "state_dict() of the model was called inside a round: it holds this rank's weights. Call it "
+                "`with exchange.agreed():` for those that all ranks share, or save exchange.state_dict()"
+            )
+
+    def mute(self) -> None:
+        """Say nothing of reads from now on."""
+        self._is_inside = None
+
+    @classmethod
+    @contextmanager
+    def silent(cls) -> Iterator[None]:
+        """Let modules be read."""
+        before, cls._is_silent = cls._is_silent, True
+        try:
+            yield
+        finally:
+            cls._is_silent = before

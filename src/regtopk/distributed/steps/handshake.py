@@ -95,7 +95,6 @@ def meet(
 
 
 def _shares(weights: list[Any], ranks: list[int]) -> Tensor:
-    """Every rank's share of the sum of all weights."""
     if all(weight is None for weight in weights):
         return check_weights(None, len(weights))
     are_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)

@@ -27,11 +27,9 @@ from regtopk.distributed.state import saved
 from regtopk.distributed.state.buckets import Bucket, Buckets, ByName, Write, into
 from regtopk.distributed.state.parameters import Parameters, facts, refuse_meta
 from regtopk.distributed.state.shards import Shards
-from regtopk.distributed.steps.agreement import Agreement, Question, share_report
-from regtopk.distributed.steps.alike import Alike
-from regtopk.distributed.steps.driver import Turn, run
+from regtopk.distributed.steps.agreement import Agreement, Question, Scaling, share_report
+from regtopk.distributed.steps.driver import Alike, Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
-from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError, log
 
@@ -263,7 +261,6 @@ class Steps:
         return Step(self, turn, agreement)
 
     def _scale_(self, flats: list[Tensor], numbers: Tensor) -> None:
-        """Scale the vectors by what all ranks have told of theirs."""
         scaling, ranks = self.kind.scaling, self.rank.collectives.ranks
         clipped = scaling.clipped(numbers, self.rank.weights)
         scale = (clipped * scaling.weighed(numbers, ranks))[self.rank.index]

@@ -19,16 +19,14 @@ from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.saved_shards import from_shard
 from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
+from regtopk.distributed.steps.agreement import Scaling
 from regtopk.distributed.steps.base import Counted, ExchangeBase
 from regtopk.distributed.steps.handshake import compare, difference, roll_call, together
-from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
-from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.inner import Inner
-from regtopk.distributed.updates.model import Anchors, LocalModel
-from regtopk.distributed.updates.notices import Notices
+from regtopk.distributed.updates.model import Anchors, How, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError, StateError, log
@@ -94,7 +92,7 @@ class UpdatesBase(Counted):
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
         with torch.no_grad(), model.at_hand():
-            model.begin(steps.collectives, steps.buckets.all, Notices(self._is_inside_a_round))
+            model.begin(steps.collectives, steps.buckets.all, attached.Notices(self._is_inside_a_round))
         self._steps, self._model, self._maker = steps, model, maker
         self._rounds = LocalRounds(rounds, maker)
         self._is_agreed = False
