@@ -23,9 +23,14 @@ from regtopk.wire import decode_rows, decode_segment, encode_rows, encode_segmen
 
 def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
     """sum_n w_n x_n, (m,), the same bits on every rank. All sizes are known, so only values travel."""
-    if is_lossless(request.code) and is_lossless(request.sum_code) and not rank.options.deterministic:
-        return _all_reduced(rank, request)
     x = request.tensor.to(request.weight.dtype)
+    if is_lossless(request.code) and is_lossless(request.sum_code) and not rank.options.deterministic:
+        with rank.timer.phase("collective_s"):
+            total = rank.collectives.all_reduce(x * request.weight)
+        moved = all_reduce_bytes(x.nbytes, rank.num_workers)
+        rank.count(x.nbytes, moved, moved)
+        rank.record.num_entries += x.numel()
+        return total
     regions = dense_regions(x.numel(), rank.weights.tolist())
     region, shape = regions[rank.index], (x.numel(), rank.num_workers, rank.idle, x.dtype)
     sizes, sum_sizes = (region_bytes(*shape, code) for code in (request.code, request.sum_code))
@@ -82,17 +87,6 @@ def _sum_region(
 def _encoded(values: Tensor, code: str) -> Tensor:
     """A segment's message; none for no values."""
     return encode_segment(values, code) if values.numel() else values.new_empty(0, dtype=torch.uint8)
-
-
-def _all_reduced(rank: Rank, request: DenseSum) -> Tensor:
-    x = request.tensor.to(request.weight.dtype)
-    with rank.timer.phase("collective_s"):
-        total = rank.collectives.all_reduce(x * request.weight)
-    payload = x.numel() * x.element_size()
-    moved = all_reduce_bytes(payload, rank.num_workers)
-    rank.count(payload, moved, moved)
-    rank.record.num_entries += x.numel()
-    return total
 
 
 def to_owners(rank: Rank, asked: Sequence[tuple[ToOwners, SumBuffer]]) -> list[Tensor]:

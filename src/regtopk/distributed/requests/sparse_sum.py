@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -206,9 +206,7 @@ def _joined(
     senders = torch.cat([senders for senders, _ in found])
     if code == "int8":  # how many they are: their weights, which are equal, are added one by one
         weight = rank.weights.max().to(senders.dtype)
-        sums = [torch.zeros_like(weight)]
-        for _ in rank.active:
-            sums.append(sums[-1] + weight)
-        senders = torch.stack(sums).to(senders.device)[senders.round().long()]
+        sums = accumulate([weight] * len(rank.active), initial=torch.zeros_like(weight))
+        senders = torch.stack([*sums]).to(senders.device)[senders.round().long()]
     sent_weight = torch.zeros_like(total).index_copy_(0, indices, senders)
     return OfSenders.of(total, sent_weight, indices, rank.weights.to(total))

@@ -328,13 +328,6 @@ class Steps:
             record = self.with_residual_norm(self._ledger.last_step)
             self._writer = draw(self._writer, record, self._num_steps)
 
-    @contextmanager
-    def afterwards(self) -> Iterator[Rank]:
-        """What this rank does with others for a step that is counted already."""
-        self.rank.begin(self.device)
-        yield self.rank
-        self.ledger.add_to_total(self.rank.record, self.rank.timer)
-
     # What was done so far.
 
     @property

@@ -74,11 +74,15 @@ class LocalModel:
         self.update: dict[str, Tensor] = {}
         self.outer = optimizers.make_outer(outer, list(self.start.values()))
 
+    @property
+    def inner_names(self) -> list[list[str | None]]:
+        """The parameters of each group: two optimizers of one class may be given in another order."""
+        return optimizers.names_in(self.inner.param_groups, self.parameters.whole)
+
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""
-        names = optimizers.names_in(self.inner.param_groups, self.parameters.whole)
         return {
-            "optimizer": (self.inner.kinds, names),
+            "optimizer": (self.inner.kinds, self.inner_names),
             "outer": optimizers.describe_outer(self.outer),
             "buffers": self.buffers.how,
             "buffers of the model": facts(self.buffers.named),
@@ -88,16 +92,18 @@ class LocalModel:
     def sharding(self) -> Sharding:
         """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
         wholes = self.parameters.whole
-        inner = optimizers.names_in(self.inner.param_groups, wholes)
         outer = [] if self.outer is None else optimizers.names_in(self.outer.param_groups, self.start)
         pieces = [Piece(name, name, 0) for name in wholes]
-        return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
+        return Sharding(dict(wholes), pieces, tuple(chain(*self.inner_names)), tuple(chain(*outer)))
 
     def begin(self, collectives: Collectives, buckets: list[Bucket], notices: Notices) -> None:
         """Start from rank 0's model, and make room for the update: a vector for each bucket."""
         collectives.broadcast(self._flat.view(torch.uint8), 0)
         for tensor in (*self.frozen.values(), *self.buffers.named.values()):
-            take_over_(local(tensor), collectives, self.parameters.device)
+            part = local(tensor)
+            message = part.detach().to(self.parameters.device, copy=True).flatten().view(torch.uint8)
+            collectives.broadcast(message, 0)
+            part.copy_(message.view(part.dtype).view(part.shape))
         self.buffers.keep()
         self.write_back()
         if isinstance(self.parameters, ShardedParameters):
@@ -268,13 +274,6 @@ class ModelBuffers:
             if now[name].shape == value.shape:
                 now[name].copy_(value)
         self.keep()
-
-
-def take_over_(tensor: Tensor, collectives: Collectives, device: torch.device) -> None:
-    """Write rank 0's tensor over this rank's, whatever its dtype."""
-    message = tensor.detach().to(device, copy=True).flatten().view(torch.uint8)
-    collectives.broadcast(message, 0)
-    tensor.copy_(message.view(tensor.dtype).view(tensor.shape))
 
 
 def _change(now: Tensor | None, start: Tensor | None) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from regtopk import kernels
-from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.state.buckets import Bucket, into, subtract_
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.updates.model import LocalModel
@@ -85,7 +84,7 @@ class RankRounds(RoundMaker):
         with model.at_hand(), counted as step, rank.timer.phase("decode_s"):
             yield step.is_finite
             if step.is_finite and self._is_last(fragment):
-                self._join_buffers(rank)
+                self._join_buffers()
 
     def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
@@ -116,8 +115,10 @@ class RankRounds(RoundMaker):
             yield is_finite
             if is_finite and self._is_last(fragment) and self._model.buffers.are_joined:
                 self.land_all()  # whose collectives must not mix with these
-                with self._steps.afterwards() as rank:
-                    self._join_buffers(rank)
+                rank = self._steps.rank
+                rank.begin(self._steps.device)
+                self._join_buffers()
+                self._steps.ledger.add_to_total(rank.record, rank.timer)  # of a step that is counted
             elif is_finite and self._is_last(fragment):
                 self._model.buffers.keep()
 
@@ -166,9 +167,9 @@ class RankRounds(RoundMaker):
         counted, self.tokens[fragment] = self.tokens[fragment], -1.0
         self._sent_tokens[fragment] = math.nan if counted < 0 < num_steps else max(counted, 0.0)
 
-    def _join_buffers(self, rank: Rank) -> None:
-        buffers = self._model.buffers
-        buffers.put(buffers.joined(rank, self._steps.device, buffers.named))
+    def _join_buffers(self) -> None:
+        buffers, steps = self._model.buffers, self._steps
+        buffers.put(buffers.joined(steps.rank, steps.device, buffers.named))
 
     def _is_last(self, fragment: int) -> bool:
         return fragment == self._rounds.fragments - 1
