@@ -14,7 +14,7 @@ The way of an update, from the optimizer's step to the next round::
 
     updates/exchange              the optimizer has made a step
     regtopk/rounds                is a round due, and of which fragment? torchft and the simulator ask it too
-    updates/rank_rounds                what has changed since the round began is the update
+    updates/rank_rounds           what has changed since the round began is the update
     steps/step                    and so on as above; the aggregate is subtracted from where the round began
 """
 

@@ -14,7 +14,7 @@ from regtopk.distributed.gradients.attach import OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.options import known_options, refuse_typos
-from regtopk.distributed.state.parameters import is_fsdp, uncompiled
+from regtopk.distributed.state.parameters import fsdp_version, uncompiled
 from regtopk.distributed.transport.collectives import is_one_process
 from regtopk.distributed.updates.exchange import UpdateExchange, checked
 from regtopk.errors import ArgumentError, ClusterError, log
@@ -69,7 +69,7 @@ class ExchangeInTrainer:
             self.exchange.close()
         inner: Any = uncompiled(model)
         is_wrapped = isinstance(inner, DistributedDataParallel)
-        if not is_wrapped and (is_fsdp(inner) or not is_one_process()):
+        if not is_wrapped and (fsdp_version(inner) > 0 or not is_one_process()):
             raise ClusterError(
                 "model must be wrapped in DistributedDataParallel by the trainer, got "
                 f"{type(inner).__name__}: DeepSpeed, FSDP and tensor parallelism are not supported here (for "

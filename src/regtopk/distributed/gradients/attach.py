@@ -14,7 +14,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
-from regtopk.distributed.state.parameters import NamedParameters, Parameters, is_fsdp, is_fsdp2, uncompiled
+from regtopk.distributed.state.parameters import NamedParameters, Parameters, fsdp_version, uncompiled
 from regtopk.distributed.steps.attached import look, refuse_updates, watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
@@ -111,9 +111,9 @@ def _attached(
 ) -> SparseHookState | ShardedHookState | OneProcess:
     if isinstance(inner, nn.Module):
         refuse_updates(inner)
-        if any(map(is_fsdp2, inner.modules())):
+        if any(fsdp_version(part) == 2 for part in inner.modules()):
             return ShardedHookState(inner, algorithm, options)
-        is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
+        is_wrapped = isinstance(inner, DistributedDataParallel) or fsdp_version(inner) > 0
         if not is_wrapped and is_one_process():
             return OneProcess(inner, algorithm, options)
     state = SparseHookState(inner, algorithm, **vars(options))  # which refuses all but DDP

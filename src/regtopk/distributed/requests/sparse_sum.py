@@ -64,9 +64,6 @@ def _sum(rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient) 
         return OfSenders.of(total, sent_weight, indices.flatten(), weights)
 
 
-_SPLIT_HOPS = 2  # pieces go to the owners, then sums to all
-
-
 def split_is_better(rank: Rank, request: SparseSum) -> bool:
     """Whether a split by region is computed to take less time than an all_gather, or to bring fewer bytes."""
     sparse = request.sparse
@@ -86,7 +83,7 @@ def split_is_better(rank: Rank, request: SparseSum) -> bool:
     if link is None:
         return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
     num_hops = 1 if sizes.message_bytes <= LONGEST_DIRECT_BYTES else others  # a ring passes them on
-    split_s = link.time_s(others * (sizes.piece_bytes + sizes.sums_bytes), _SPLIT_HOPS)
+    split_s = link.time_s(others * (sizes.piece_bytes + sizes.sums_bytes), 2)  # to owners, then to all
     return split_s < link.time_s(others * sizes.message_bytes, num_hops)
 
 

@@ -23,7 +23,7 @@ class Parameters:
     takes_dtensors = False
 
     def __init__(self, source: nn.Module | NamedParameters, ignored: Iterable[str] = ()) -> None:
-        self.module = module_of(source)
+        self.module = source if isinstance(source, nn.Module) else nn.Module()  # an empty one
         self._ignored = frozenset(ignored)
         if not self.takes_dtensors:
             _refuse_modules(self.module)
@@ -107,11 +107,6 @@ def facts(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...
     return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
 
 
-def module_of(source: nn.Module | NamedParameters) -> nn.Module:
-    """The module that a user gave; an empty one in the place of parameters."""
-    return source if isinstance(source, nn.Module) else nn.Module()
-
-
 def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) pairs of what a user gave."""
     given = source.named_parameters() if isinstance(source, nn.Module) else source
@@ -130,7 +125,7 @@ def _refuse_modules(module: nn.Module) -> None:
         raise ClusterError("module must not be in DistributedDataParallel: use regtopk.attach for that")
     for name, part in module.named_modules():
         what, kind = f"module {name!r}" if name else "the model", type(part).__name__
-        if is_fsdp(part):
+        if fsdp_version(part):
             raise ClusterError(
                 f"{what} must not be sharded by FSDP, got {kind}: use regtopk.attach for fully_shard (FSDP2)"
             )
@@ -174,14 +169,10 @@ def refuse_meta(pairs: Iterable[tuple[str, torch.Tensor]], kind: str = "paramete
             )
 
 
-def is_fsdp(module: object) -> bool:
-    """Whether a module is sharded by either kind of FSDP (by name: their imports take long)."""
-    return any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__)
-
-
-def is_fsdp2(module: object) -> bool:
-    """Whether a module is sharded by fully_shard."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+def fsdp_version(module: object) -> int:
+    """Which FSDP has sharded a module, 1 or 2 (fully_shard); 0: none. By name: their imports take long."""
+    names = [base.__name__ for base in type(module).__mro__]
+    return 2 if "FSDPModule" in names else int("FullyShardedDataParallel" in names)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

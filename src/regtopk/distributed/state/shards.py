@@ -19,10 +19,8 @@ from regtopk.distributed.state.parameters import (
     NamedParameters,
     Parameters,
     facts,
+    fsdp_version,
     is_dtensor,
-    is_fsdp,
-    is_fsdp2,
-    module_of,
     named_pairs,
     refuse_meta,
     uncompiled,
@@ -100,7 +98,8 @@ class ShardedParameters(Parameters):
 
 def is_sharded(source: nn.Module | NamedParameters) -> bool:
     """Whether it has DTensors, or units of fully_shard, which may show whole parameters."""
-    return bool(units_by_name(module_of(source))) or any(is_dtensor(p) for _, p in named_pairs(source))
+    has_units = isinstance(source, nn.Module) and bool(units_by_name(source))
+    return has_units or any(is_dtensor(p) for _, p in named_pairs(source))
 
 
 def plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:
@@ -114,7 +113,7 @@ def plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn
                 "model must be plain, got a DistributedDataParallel, which averages gradients in every "
                 "backward: hand over the module inside it, or exchange gradients by regtopk.attach"
             )
-        if is_fsdp(part) and not is_fsdp2(part):
+        if fsdp_version(part) == 1:
             raise ClusterError(f"model must be plain or of fully_shard (FSDP2), got {type(part).__name__}")
     refuse_hooks(inner)
     return inner
@@ -179,7 +178,7 @@ def replicas_of(process_group: object) -> dist.ProcessGroup:
 
 def units_by_name(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules that fully_shard was called on."""
-    return [(name or "<root>", module) for name, module in model.named_modules() if is_fsdp2(module)]
+    return [(name or "<root>", module) for name, module in model.named_modules() if fsdp_version(module) == 2]
 
 
 def groups_of(name: str, module: Any) -> list[Any]:
