@@ -1,7 +1,4 @@
-"""Sums that owners make, in rank order: of the regions of a dense vector, or of entries, and then in part.
-
-All ranks send their coded parts to the owners, who send the sums back to all.
-"""
+"""Sums that owners make and send to all: of regions of a dense vector, or of entries, and then in part."""
 
 from collections.abc import Sequence
 

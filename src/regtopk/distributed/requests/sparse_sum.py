@@ -145,8 +145,7 @@ def _sum_region(
 ) -> tuple[list[Tensor], WireFormatError | None]:
     """This rank's region of the sum, in rank order from zero, and the senders of each entry: as messages.
 
-    After a bad piece the sum is NaN, which every rank refuses: to raise here, before the sums are gathered,
-    would leave the others waiting for this rank.
+    After a bad piece the sum is NaN, which every rank refuses: to raise here would leave the others waiting.
     """
     low, high = bounds[rank.index], bounds[rank.index + 1]
     start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)

@@ -1,7 +1,4 @@
-"""What exchanges hear of optimizers and modules, and warn of or refuse.
-
-Two exchanges of one model, two momenta, and Adam with pulses must not meet in one training.
-"""
+"""What exchanges hear of optimizers and modules, and what must not meet in one training."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,6 +1,5 @@
 """A rank's model between two exchanges of updates: where the round began, and what was learned since."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -65,7 +64,8 @@ class LocalModel:
         refuse_meta(self.frozen.items())
         refuse_meta(self.buffers.named.items(), "buffer")
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
-        self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, named).items()}
+        starts = map(nn.Parameter, kernels.parts_of(self._flat, list(named.values())))
+        self.start = dict(zip(named, starts, strict=True))
         self._kept: Tensor | None = None  # theta_start in the CPU's memory, if it is to be there
         if anchors == "cpu":
             self._kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
@@ -108,13 +108,14 @@ class LocalModel:
         self.write_back()
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.end_means()
-        self.notices, parts = notices, list(self.parameters.module.modules())
-        self.hooks: list[Any] = [part.register_state_dict_pre_hook(notices.hear_read) for part in parts]
-        self.hooks += [part.register_load_state_dict_post_hook(notices.hear_load) for part in parts]
+        self.notices, modules = notices, list(self.parameters.module.modules())
+        self.hooks: list[Any] = [part.register_state_dict_pre_hook(notices.hear_read) for part in modules]
+        self.hooks += [part.register_load_state_dict_post_hook(notices.hear_load) for part in modules]
         for bucket in buckets:
             vector = torch.zeros(bucket.layout.numel, dtype=self._flat.dtype, device=self.parameters.device)
             self._vectors[bucket.names] = vector
-            self.update |= self._parts(vector, bucket.names)
+            parts = kernels.parts_of(vector, self.starts(bucket.names))
+            self.update |= zip(bucket.names, parts, strict=True)
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
@@ -131,8 +132,9 @@ class LocalModel:
     def _put_start(self, flat: Tensor) -> None:
         """Give theta_start other memory; its parameters, which the outer optimizer holds, stay the same."""
         self._flat = flat
-        for name, part in self._parts(flat, self.start).items():
-            self.start[name].data = part
+        starts = list(self.start.values())
+        for start, part in zip(starts, kernels.parts_of(flat, starts), strict=True):
+            start.data = part
 
     def take_update(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
         """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
@@ -186,12 +188,6 @@ class LocalModel:
     def write_back(self) -> None:
         """Give the model theta_start."""
         torch._foreach_copy_(self.own(self.start), list(self.start.values()))
-
-    def _parts(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-        """A vector as parameters in this order (views)."""
-        shapes = {name: self.parameters.shapes[name] for name in names}
-        parts = flat.split([math.prod(shape) for shape in shapes.values()])
-        return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
 
 
 class ModelBuffers:
