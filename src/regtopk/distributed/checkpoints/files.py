@@ -64,11 +64,6 @@ class Manifest:
     meshes: dict[str, Any]  # by name of what is sharded: its meshes and placements
     shared: list[str]  # the names of what all ranks have the same
 
-    def to_json(self) -> bytes:
-        """The words of the file."""
-        facts = {"format": FORMAT, **vars(self)}
-        return json.dumps({**facts, "checksum": _checksum(facts)}).encode()
-
     def is_possible(self) -> bool:
         """Whether the facts go together; what is of another kind may raise any error."""
         n, ranks = self.num_ranks, [rank for ranks in self.file_systems for rank in ranks]
@@ -95,7 +90,8 @@ def write_part(folder: Path, rank: int, contents: dict[str, Any], facts: Manifes
     files = {
         name: write_whole(folder / name, partial(torch.save, content)) for name, content in contents.items()
     }
-    text = replace(facts, files=files).to_json()
+    words = {"format": FORMAT, **vars(replace(facts, files=files))}
+    text = json.dumps({**words, "checksum": _checksum(words)}).encode()
     write_whole(folder / f"rank-{rank}.json", lambda file: file.write(text))
     _sync(folder.parent)
 

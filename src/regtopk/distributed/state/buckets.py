@@ -111,12 +111,8 @@ class Bucket:
         return self.state if self.state_before is None else self.state_before
 
     def keep_state(self) -> None:
-        """Copy the state, for `take_back`."""
+        """Copy the state, for `Step.take_back`."""
         self.state_before = self.state.clone()
-
-    def take_back(self) -> None:
-        """Go back to the settled state."""
-        self.state, self.state_before = self.settled_state, None
 
     def join(self, grads: ByName) -> tuple[Tensor, Tensor | None]:
         """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.options import check_number
 from regtopk.core.owners import owed_by, owed_to
 from regtopk.core.state import OnResize
@@ -46,7 +47,6 @@ from regtopk.errors import StateError, log
 
 FORMAT = 1
 KEYS = frozenset({"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"})
-_OPTIONAL = frozenset({"updates", "shard", "lost"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 MOST_STEPS = (1 << 31) - 1  # what the ranks can compare in a step
 
@@ -100,7 +100,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
             shards.setdefault(place, []).append(state)
         return {"shards": {place: merge_state_dicts(states) for place, states in shards.items()}}
     for part in parts:
-        _check_keys(part, may_hold=_OPTIONAL)
+        _check_keys(part, may_hold=frozenset({"updates", "shard", "lost"}))
         for key in sorted({*part, *parts[0]} - {"workers"}):
             if not _same(part.get(key), parts[0].get(key)):
                 raise StateError(f"rank states must come from one moment of one run: {key} differs")
@@ -219,10 +219,9 @@ def owed_parts(saved: dict[str, Any], rank: int) -> Iterator[tuple[str, Tensor]]
         if "owed" in others:
             entries = [worker["entries"][name] for name in names]
             residuals = [parts[owed_to(parts)] for parts in entries]
-            sizes = [residual.numel() for residual in residuals]
-            parts = owed_by(rank, others["owed"], saved["weights"], sum(sizes)).split(sizes)
-            for name, part, residual in zip(names, parts, residuals, strict=True):
-                yield name, part.view(residual.shape)
+            numel = sum(residual.numel() for residual in residuals)
+            owed = owed_by(rank, others["owed"], saved["weights"], numel)
+            yield from zip(names, kernels.parts_of(owed, residuals), strict=True)
 
 
 def _with_nothing_owed(saved: dict[str, Any], needed: list[int]) -> dict[str, Any]:

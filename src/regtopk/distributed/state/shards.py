@@ -151,9 +151,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def like(part: Tensor, whole: Any, device: str | None = None) -> Tensor:
     """A part as this rank's of a DTensor that is cut like another, on the same or another kind of device."""
-    mesh = whole.device_mesh
-    if device is not None:
-        mesh = _mesh_on(device, mesh)
+    mesh = whole.device_mesh if device is None else _mesh_on(device, whole.device_mesh)
     dtensor: Tensor = type(whole).from_local(
         part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

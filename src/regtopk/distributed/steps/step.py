@@ -88,7 +88,7 @@ class Step:
         """Give the buckets their state from before the step, which then does not count."""
         self.is_taken_back = True
         for bucket in self.turn.buckets:
-            bucket.take_back()
+            bucket.state, bucket.state_before = bucket.settled_state, None
 
 
 class Steps:
@@ -132,10 +132,8 @@ class Steps:
         self.is_closed = False
         self.lock = threading.RLock()  # keeps savers, readers of counts and a thread's steps apart
         self._num_steps = 0
-        self._alike = Alike()
         self._ledger = Ledger()
-        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
-        self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
+        self._forget()
         self._obstacle: str | None = None  # why no step can be made
         self._writer = options.writer
 
@@ -166,10 +164,7 @@ class Steps:
         self._forget()
 
     def begin_from(self, shared: list[dict[str, Tensor]], num_steps: int, *, is_late: bool = False) -> None:
-        """Take a peer's place: with what all ranks know alike after so many steps.
-
-        It has no residual, unless it is only late.
-        """
+        """Take a peer's place, with what all ranks know by then; who is only late keeps its residual."""
         self.settle()
         self.buckets.begin_from(shared, is_late=is_late)
         self._num_steps = num_steps
@@ -177,7 +172,8 @@ class Steps:
 
     def _forget(self) -> None:
         """Ranks, or what they exchange, have changed."""
-        self._unheard, self._known = None, set()
+        self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
+        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
         self._alike = Alike()  # lets go of the memory of buckets that were computed together
 
     # A step.
@@ -214,8 +210,16 @@ class Steps:
                 bucket.keep_state()
             with self.half_way(step if can_be_taken_back else None):
                 yield step
-            if not step.is_taken_back:
-                self._end(step, num_dense)
+            if step.is_taken_back:
+                return
+            exchanged = buckets if self.kind.takes_turns else self.buckets.all
+            self.rank.record.dense_bytes = num_dense * self.dense_bytes(exchanged)
+            for bucket in buckets:
+                bucket.state_before = None
+            if step.agreement.is_bad is None:
+                self._count(step.agreement)
+            else:
+                self._unheard = step.agreement
 
     def run(self, grads: dict[str, Tensor]) -> None:
         """A whole step: the gradients, by name, become the aggregate in place, or NaN."""
@@ -287,16 +291,6 @@ class Steps:
                 told = f"step {self._num_steps} failed half-way ({type(error).__name__}: {error})"
                 self._obstacle = f"{told}: restart all ranks from the last checkpoint"
             raise
-
-    def _end(self, step: Step, num_dense: int) -> None:
-        exchanged = step.turn.buckets if self.kind.takes_turns else self.buckets.all
-        self.rank.record.dense_bytes = num_dense * self.dense_bytes(exchanged)
-        for bucket in step.turn.buckets:
-            bucket.state_before = None
-        if step.agreement.is_bad is None:
-            self._count(step.agreement)
-        else:
-            self._unheard = step.agreement
 
     def dense_bytes(self, buckets: list[Bucket]) -> int:
         """What a ring all_reduce of float32 would move of them."""
