@@ -229,6 +229,8 @@ def _with_nothing_owed(saved: dict[str, Any], needed: list[int]) -> dict[str, An
     workers = dict(saved["workers"])
     for n in needed:
         worker = workers[str(n)]
+        if not any("owed" in others for others in worker["groups"]):
+            continue
         entries: Entries = {name: dict(parts) for name, parts in worker["entries"].items()}
         for name, part in owed_parts(saved, n):
             field = owed_to(entries[name])
