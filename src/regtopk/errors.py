@@ -1,7 +1,10 @@
 """What can go wrong. A message names the argument, the rule and the value; nothing has changed by then."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger("regtopk")  # where training goes on all the same
 
 
 class RegtopkError(Exception):

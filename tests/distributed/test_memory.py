@@ -10,8 +10,7 @@ import regtopk
 from regtopk import TopK
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Total
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import as_flat
+from regtopk.distributed.state.buckets import Bucket, as_flat
 from regtopk.kernels import Support
 from tests.distributed import training
 from tests.distributed.ranks import Ranks, on_ranks

@@ -13,7 +13,7 @@ from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, BareCollectives, Collectives, group_or_default
-from regtopk.distributed.updates.buffers import ModelBuffers
+from regtopk.distributed.updates.model import ModelBuffers
 from tests.distributed.ranks import on_ranks
 
 

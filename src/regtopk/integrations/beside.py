@@ -4,7 +4,6 @@ Frameworks save what rank 0 has. An exchange differs from rank to rank, and over
 gather it on one. `regtopk.Checkpoints` writes it whole or not at all.
 """
 
-import logging
 import secrets
 import shutil
 from contextlib import suppress
@@ -14,10 +13,9 @@ from regtopk.distributed.checkpoints.choice import choose, found_in, refuse
 from regtopk.distributed.checkpoints.folder import Checkpoints
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.transport.collectives import collectives_of
-from regtopk.errors import StateError
+from regtopk.errors import StateError, log
 
 NAME = "regtopk"  # of the folder in the checkpoint's
-_log = logging.getLogger("regtopk")
 
 
 def save(folder: Path, **exchanges: ExchangeBase) -> None:
@@ -80,7 +78,7 @@ def newest_checkpoint(folder: str | Path) -> str | None:
             break
         if choice.save is not None:
             for problem in passed_over if collectives.rank == 0 else []:
-                _log.warning("a newer checkpoint in %s is passed over: %s", folder, problem)
+                log.warning("a newer checkpoint in %s is passed over: %s", folder, problem)
             return str(Path(folder) / name)
     refuse(folder, passed_over)
     return None

@@ -1,6 +1,5 @@
 """An exchange in the Trainer of Hugging Face: ``pip install 'regtopk[huggingface]'``."""
 
-import logging
 from collections.abc import Callable
 from functools import partial, wraps
 from inspect import signature
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.distributed.updates.exchange import UpdateExchange
-from regtopk.errors import ArgumentError, importing
+from regtopk.errors import ArgumentError, importing, log
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
 from regtopk.integrations.wrapped import ExchangeInTrainer, Made, What, silence
@@ -18,8 +17,6 @@ with importing("regtopk.integrations.huggingface needs transformers: pip install
     from transformers.trainer_utils import get_last_checkpoint
 
 __all__ = ["HuggingFaceCallback", "newest_checkpoint"]
-
-_log = logging.getLogger("regtopk")
 
 
 class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
@@ -74,7 +71,7 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
             folder = get_last_checkpoint(args.output_dir)
         if folder:
             beside.load(Path(str(folder)), exchange=exchange)
-        self._may_differ = isinstance(exchange, UpdateExchange)
+        self._apart = exchange if isinstance(exchange, UpdateExchange) else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After the last step, give all ranks the same model: what is evaluated and saved then is the end."""
@@ -92,7 +89,7 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The same where the data ended early. The best model, if it was loaded, stays as it is."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._may_differ = False
+            self._apart = None
         self._finish()
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -138,11 +135,11 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         if args.process_index != 0:
             return
         if self._what == "gradients" and args.max_grad_norm:
-            _log.warning(
+            log.warning(
                 "max_grad_norm=%s clips sparse aggregates, which are larger than gradients: choose it anew",
                 args.max_grad_norm,
             )
         if self._what == "updates" and args.average_tokens_across_devices and args.world_size > 1:
-            _log.warning("average_tokens_across_devices=True makes all ranks meet in every step: use False")
+            log.warning("average_tokens_across_devices=True makes all ranks meet in every step: use False")
         if args.save_total_limit == 1:
-            _log.warning("save_total_limit=1 removes a checkpoint before the next one is complete: keep 2")
+            log.warning("save_total_limit=1 removes a checkpoint before the next one is complete: keep 2")

@@ -53,7 +53,7 @@ class LightningCallback(ExchangeInTrainer, Callback):
         if self._saved is not None:
             exchange.load_state_dict(self._saved)
             self._saved = None
-        self._may_differ = isinstance(exchange, UpdateExchange)
+        self._apart = exchange if isinstance(exchange, UpdateExchange) else None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keep DDP silent: Lightning lets it average again after every step of a manual optimization."""
@@ -64,13 +64,11 @@ class LightningCallback(ExchangeInTrainer, Callback):
         """Validate the model that all ranks share."""
         self._validation.enter_context(self._agreed())
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, *_: Any) -> None:
         """Go on with this rank's own; Lightning calls those callbacks that save after this one."""
         self._validation.close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same where validation has failed: fit() may be called again."""
-        self._validation.close()
+    on_exception = on_validation_end  # where validation has failed: fit() may be called again
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give all ranks the same model."""
@@ -78,7 +76,7 @@ class LightningCallback(ExchangeInTrainer, Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Let the model in the file be the one that all ranks share."""
-        if self._may_differ:
+        if self._apart is not None:
             with self._agreed():
                 state = trainer.strategy.lightning_module_state_dict()
                 checkpoint["state_dict"] = {name: tensor.clone() for name, tensor in state.items()}

@@ -3,7 +3,6 @@
 torchft has wheels for x86_64 Linux alone: ``pip install 'regtopk[torchft]'``.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,8 +18,7 @@ from typing_extensions import Unpack
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_positive
 from regtopk.distributed.options import names_typos
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import into
+from regtopk.distributed.state.buckets import Bucket, into
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.saved import malformed
 from regtopk.distributed.state.shards import copied, shapes_of
@@ -32,7 +30,7 @@ from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.distributed.updates.saved import AT_A_ROUNDS_END, LoadedModel, load_into
-from regtopk.errors import ArgumentError, ClusterError, RegtopkError, StateError, importing
+from regtopk.errors import ArgumentError, ClusterError, RegtopkError, StateError, importing, log
 from regtopk.rounds import LocalRounds, Rounds
 
 with importing(
@@ -43,7 +41,6 @@ with importing(
     from torchft.process_group import ManagedProcessGroup
 
 _MANAGED = {"process_group": "a group", "handshake_timeout_s": "quorum_timeout"}  # what the Manager has
-_log = logging.getLogger("regtopk")
 
 
 class QuorumRounds(RankRounds):
@@ -149,7 +146,8 @@ class QuorumRounds(RankRounds):
         self.load([])
         model, own = self._model, AT_A_ROUNDS_END
         if is_late:
-            moved = model.moved_to(given["start"])
+            moves = {name: given["start"][name].to(old.device) - old for name, old in model.start.items()}
+            moved = {name: model.parameters.named[name] + move for name, move in moves.items()}
             own = own | {"optimizer": model.inner.state_dict(), "parameters": moved}
         for name, tensor in given["frozen"].items():
             model.frozen[name].copy_(tensor)
@@ -217,7 +215,7 @@ class QuorumRounds(RankRounds):
         if not self._is_committed:
             self.num_failed += 1
             why = self._problem or self._manager.errored()
-            _log.warning("round %d was not committed: %s", self._steps.num_steps, why)
+            log.warning("round %d was not committed: %s", self._steps.num_steps, why)
             return None
         self._is_new = False
         if self._has_senders and is_finite and self._is_last(fragment):
@@ -290,7 +288,7 @@ class TorchftExchange(UpdatesBase):
         weight = options.get("weight")
         check_positive("weight", weight := 1.0 if weight is None else weight)
         rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
-        kind = replace(kind, settings=(("every", rounds.every), *kind.settings))  # which is the same on all
+        kind = replace(kind, settings={"every": rounds.every, **kind.settings})  # which is the same on all
         pause = rounds.every // rounds.fragments
         if rounds.delay >= pause:
             raise ArgumentError(

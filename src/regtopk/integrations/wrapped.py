@@ -1,9 +1,8 @@
 """An exchange for a model that a framework has wrapped in DistributedDataParallel, with its optimizers."""
 
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,18 +13,14 @@ from regtopk.core.options import check_choice
 from regtopk.distributed.gradients.attach import OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.options import ExchangeOptions, Options, known_options, refuse_typos
-from regtopk.distributed.state.parameters import is_fsdp, uncompiled
+from regtopk.distributed.options import known_options, refuse_typos
+from regtopk.distributed.state.parameters import fsdp_version, uncompiled
 from regtopk.distributed.transport.collectives import is_one_process
-from regtopk.distributed.updates.buffers import How
-from regtopk.distributed.updates.exchange import TIMES, UpdateExchange
-from regtopk.distributed.updates.model import Anchors
-from regtopk.errors import ArgumentError, ClusterError
-from regtopk.rounds import Rounds
+from regtopk.distributed.updates.exchange import UpdateExchange, checked
+from regtopk.errors import ArgumentError, ClusterError, log
 
 What = Literal["gradients", "updates"]
 Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
-_log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
 _FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler", "process_group"}
 _OPTIONS = {
@@ -62,19 +57,19 @@ class ExchangeInTrainer:
             if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
                 raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
         refuse_typos(call, options, _OPTIONS[exchange])
-        self._shared = _checked(options)
+        _, self._shared, _ = checked(options)  # refused with one process, too
         self.exchange: Made | None = None  # from the beginning of training on
         self._algorithm, self._what, self._options = algorithm, exchange, options
-        self._may_differ = False  # whether the ranks' models may
+        self._apart: UpdateExchange | None = None  # the exchange, while the ranks' models may differ
 
     def _make(self, model: nn.Module, optimizers: Sequence[Optimizer], grad_scaler: Any) -> Made:
         """Make the exchange, with torch's own optimizers, in the place of the one before, if there is one."""
         if self.exchange is not None:
-            _log.warning("training begins anew: what the exchange before had not sent yet is dropped")
+            log.warning("training begins anew: what the exchange before had not sent yet is dropped")
             self.exchange.close()
         inner: Any = uncompiled(model)
         is_wrapped = isinstance(inner, DistributedDataParallel)
-        if not is_wrapped and (is_fsdp(inner) or not is_one_process()):
+        if not is_wrapped and (fsdp_version(inner) > 0 or not is_one_process()):
             raise ClusterError(
                 "model must be wrapped in DistributedDataParallel by the trainer, got "
                 f"{type(inner).__name__}: DeepSpeed, FSDP and tensor parallelism are not supported here (for "
@@ -100,39 +95,21 @@ class ExchangeInTrainer:
                 self.exchange.close()
                 self.exchange = None
                 raise ClusterError(f"every must be the same on all ranks in a trainer, got {everys} by rank")
-            self.exchange._model.read_notice.mute()  # what the framework reads to save it is replaced
+            self.exchange._model.notices.mute()  # what the framework reads to save it is replaced
             silence(model)
         return self.exchange
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
         """Let the model be theta_start meanwhile, the same on all ranks."""
-        if not self._may_differ:
-            yield
-            return
-        assert isinstance(self.exchange, UpdateExchange)
-        self._may_differ = False  # an evaluation of several data sets calls itself
+        exchange, self._apart = self._apart, None  # an evaluation of several data sets calls itself
         try:
-            with self.exchange.agreed():
+            with nullcontext() if exchange is None else exchange.agreed():
                 yield
         finally:
-            self._may_differ = True
+            self._apart = exchange
 
     def _finish(self) -> None:
-        """Give all ranks the same model, if they may differ."""
-        if self._may_differ:
-            assert isinstance(self.exchange, UpdateExchange)
-            self.exchange.finish()
-            self._may_differ = False
-
-
-def _checked(options: dict[str, Any]) -> Options:
-    """What all kinds of exchange share. A value that breaks its rule is refused, with one process too."""
-    times = {name: value for name, value in options.items() if name in TIMES}
-    Rounds("updates", **times).check_times()
-    check_choice("buffers", options.get("buffers", "mean"), get_args(How))
-    check_choice("anchors", options.get("anchors", "device"), get_args(Anchors))
-    shared = {name: value for name, value in options.items() if name in ExchangeOptions.__annotations__}
-    if shared.get("weight") in ("steps", "tokens"):  # words of `UpdateExchange`
-        shared["weight"] = None
-    return Options(**shared)
+        if self._apart is not None:
+            self._apart.finish()
+            self._apart = None

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from regtopk.distributed.checkpoints.files import Save, saves_in
-from regtopk.distributed.checkpoints.manifest import COMMON, Manifest, OtherFormatError, read_manifest
+from regtopk.distributed.checkpoints.files import Manifest, OtherFormatError, Save, read_manifest, saves_in
 from regtopk.errors import StateError
+
+_COMMON = ("num_ranks", "file_systems", "weights", "shared")  # what all ranks of a save say alike
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Seen:
 
     def compare_parts(self) -> None:
         """Make no use of parts that differ in what all ranks say alike."""
-        for fact in COMMON if self.parts else ():
+        for fact in _COMMON if self.parts else ():
             said = getattr(self.facts, fact)
             is_alike = not (fact == "weights" and self.facts.meshes)  # which are the replicas' of a shard
             others = [rank for rank, part in sorted(self.parts.items()) if getattr(part, fact) != said]

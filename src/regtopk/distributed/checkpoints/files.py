@@ -9,14 +9,18 @@
 
 The manifest comes last. So a part whose manifest is there was finished, and a file that is missing or of
 another size then is damage. Checksums are compared when a file is read.
+
+A manifest is one JSON object: "format", the fields of `Manifest`, which `folder` fills, and a checksum of all
+these. It has facts of the whole save, should other parts be lost.
 """
 
 import io
+import json
 import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +28,9 @@ from zlib import crc32
 
 import torch
 
-from regtopk.distributed.checkpoints.manifest import Manifest
+from regtopk.errors import StateError
+
+FORMAT = 1
 
 
 class Save(NamedTuple):
@@ -39,13 +45,53 @@ class Save(NamedTuple):
         return f"step-{self.step:010d}-{self.run}"
 
 
+class OtherFormatError(StateError):
+    """A part was written by another version of regtopk."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A rank's words on its part of a save. Ranks are numbered within the process group that saved."""
+
+    step: int  # of the save
+    run: str  # the start of all ranks that made it
+    rank: int  # whose part it is
+    files: dict[str, list[int]]  # by name: the size in bytes, and the CRC-32
+    num_ranks: int
+    file_systems: list[list[int]]  # the ranks that see one another's files
+    weights: dict[str, list[float]]  # by exchange: every rank's w_n
+    norms: dict[str, list[float]]  # by exchange: every rank's |e_n|
+    meshes: dict[str, Any]  # by name of what is sharded: its meshes and placements
+    shared: list[str]  # the names of what all ranks have the same
+
+    def is_possible(self) -> bool:
+        """Whether the facts go together; what is of another kind may raise any error."""
+        n, ranks = self.num_ranks, [rank for ranks in self.file_systems for rank in ranks]
+        of_ranks = [*self.weights.values(), *self.norms.values()]
+        own = {f"rank-{self.rank}.pt"}
+        return (
+            type(n) is int
+            and n == len(ranks)
+            and sorted(ranks) == list(range(n))
+            and self.rank in ranks
+            and own <= self.files.keys() <= own | {f"shared-{self.rank}.pt"}
+            and all(type(number) is int for pair in self.files.values() for number in pair)
+            and self.weights.keys() == self.norms.keys()
+            and all(len(each) == n or self.meshes for each in of_ranks)  # of a sharded model: the replicas'
+            and all(isinstance(x, (int, float)) for each in of_ranks for x in each)
+            and isinstance(self.meshes, dict)
+            and all(isinstance(name, str) for name in self.shared)
+        )
+
+
 def write_part(folder: Path, rank: int, contents: dict[str, Any], facts: Manifest) -> None:
     """Write a rank's files, by name, and its manifest when they are on the disk: else it does not count."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         name: write_whole(folder / name, partial(torch.save, content)) for name, content in contents.items()
     }
-    text = replace(facts, files=files).to_json()
+    words = {"format": FORMAT, **vars(replace(facts, files=files))}
+    text = json.dumps({**words, "checksum": _checksum(words)}).encode()
     write_whole(folder / f"rank-{rank}.json", lambda file: file.write(text))
     _sync(folder.parent)
 
@@ -111,3 +157,33 @@ def read_checked(path: Path, size: int, checksum: int) -> bytes:
     except OSError:
         return b""
     return data if len(data) == size and crc32(data) == checksum else b""
+
+
+def read_manifest(path: Path, step: int, run: str) -> Manifest:
+    """The manifest in a file of a save; refuses a part that cannot be used, or is of another save."""
+    found, rank = FORMAT, int(path.stem.removeprefix("rank-"))
+    try:
+        facts = json.loads(path.read_bytes())
+        is_whole = facts.pop("checksum", None) == _checksum(facts)
+        found = facts.pop("format")
+        manifest = Manifest(**facts)
+        is_whole = is_whole and manifest.is_possible()
+        sizes = {name: size for name, (size, _) in manifest.files.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        is_whole = False
+    if type(found) is not int or found != FORMAT:
+        raise OtherFormatError(f"{path.name} is of format {found!r}, this version of regtopk reads {FORMAT}")
+    if not is_whole:
+        raise StateError(f"{path.name} is damaged")
+    if (manifest.step, manifest.run, manifest.rank) != (step, run, rank):
+        theirs = f"rank {manifest.rank} at step {manifest.step} of run {manifest.run}"
+        raise StateError(f"{path.name} is of another save: of {theirs}")
+    for name, size in sizes.items():
+        file = path.with_name(name)
+        if not file.is_file() or file.stat().st_size != size:
+            raise StateError(f"{name} is missing or cut off")
+    return manifest
+
+
+def _checksum(facts: dict[str, Any]) -> int:
+    return crc32(json.dumps(facts).encode())

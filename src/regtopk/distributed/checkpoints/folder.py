@@ -1,6 +1,5 @@
 """Checkpoints of a whole run, for ranks that come and go: what the ranks agree on when they save and load."""
 
-import logging
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,18 +9,14 @@ import torch.distributed as dist
 
 from regtopk.core.options import check_choice, check_integer
 from regtopk.distributed.checkpoints.choice import Seen, choose, found_in, refuse
-from regtopk.distributed.checkpoints.copies import copies_of
-from regtopk.distributed.checkpoints.files import Save, remove, saves_in, write_part
-from regtopk.distributed.checkpoints.loading import Loading
-from regtopk.distributed.checkpoints.manifest import Manifest
+from regtopk.distributed.checkpoints.files import Manifest, Save, remove, saves_in, write_part
+from regtopk.distributed.checkpoints.things import Loading, copies_of
 from regtopk.distributed.options import names_typos
+from regtopk.distributed.steps.attached import Notices
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import together
 from regtopk.distributed.transport.collectives import by_rank, collectives_of
-from regtopk.distributed.updates.notices import ReadNotice
-from regtopk.errors import ArgumentError, ClusterError, OutputError
-
-_log = logging.getLogger("regtopk")
+from regtopk.errors import ArgumentError, ClusterError, OutputError, log
 
 
 class Checkpoints:
@@ -105,7 +100,7 @@ class Checkpoints:
         self.wait()
         self._check(step, things)
         rank = self._collectives.rank
-        with together(self._collectives, "save", ClusterError), ReadNotice.silent():
+        with together(self._collectives, "save", ClusterError), Notices.silent():
             own, shared, meshes = copies_of(things, writes_shared=self._is_writer)
         contents = {f"rank-{rank}.pt": own}
         if shared and self._is_writer:
@@ -148,7 +143,7 @@ class Checkpoints:
                 break
             damaged.add(choice.save)
         for message in told if self._collectives.rank == 0 else []:
-            _log.warning("%s", message)
+            log.warning("%s", message)
         self._complete, self._removable, self._has_loaded = choice.usable, choice.removable, True
         return extra
 
@@ -176,7 +171,7 @@ class Checkpoints:
         if self.on_error == "raise":
             raise OutputError(message)
         if self._collectives.rank == 0 or error is not None:
-            _log.warning("%s; training goes on", message)
+            log.warning("%s; training goes on", message)
 
     def close(self) -> None:
         """Let this rank finish its writing, and end the thread. Like `wait`, but for no other rank."""
@@ -187,7 +182,7 @@ class Checkpoints:
             message = f"checkpoint of step {self._writing[0].step} was not written: {error!r}"
             if self.on_error == "raise":
                 raise OutputError(message) from error
-            _log.warning("%s", message)
+            log.warning("%s", message)
         self._writing = None
 
     def _begin(self) -> None:
@@ -210,7 +205,7 @@ class Checkpoints:
         self._run = run
         if len(self._file_systems) > 1 and rank == 0:
             seen_by = [[ranks[member] for member in members] for members in self._file_systems]
-            _log.warning("%s is on several file systems, seen by ranks %s", self.folder, seen_by)
+            log.warning("%s is on several file systems, seen by ranks %s", self.folder, seen_by)
 
     def _check(self, step: int, things: dict[str, Any]) -> None:
         check_integer("step", step, at_least=0)

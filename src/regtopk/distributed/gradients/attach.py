@@ -1,6 +1,5 @@
-"""One line for users: `attach` makes a model exchange its gradients sparsely, however it is wrapped."""
+"""For users: `attach` makes a model exchange gradients, however it is wrapped; `Exchange` is for loops."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +14,12 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
-from regtopk.distributed.state.parameters import Parameters, is_fsdp, is_fsdp2, uncompiled
-from regtopk.distributed.steps.attached import look, refuse_updates
+from regtopk.distributed.state.parameters import NamedParameters, Parameters, fsdp_version, uncompiled
+from regtopk.distributed.steps.attached import look, refuse_updates, watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
-from regtopk.distributed.transport.collectives import Alone, is_one_process
-from regtopk.errors import ArgumentError, ClusterError
-
-_log = logging.getLogger("regtopk")
+from regtopk.distributed.transport.collectives import Alone, Collectives, group_or_default, is_one_process
+from regtopk.errors import ArgumentError, ClusterError, log
 
 
 class OneProcess(ExchangeBase):
@@ -34,7 +31,7 @@ class OneProcess(ExchangeBase):
 
     def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
         super().__init__(Steps(Parameters(model), algorithm, Alone(), options, Kind("regtopk.attach")))
-        _log.warning(
+        log.warning(
             "%s is not wrapped in DistributedDataParallel, and there is one process: nothing is exchanged",
             type(model).__name__,
         )
@@ -43,11 +40,10 @@ class OneProcess(ExchangeBase):
         """That nothing was sent."""
         return f"{self._steps.algorithm.name}: one process, nothing was exchanged"
 
-    def detach(self) -> None:
-        """Nothing to do: the model trains as without an exchange."""
-
     def finish(self) -> None:
-        """Nothing to do: there is one model."""
+        """Nothing to do: there is one model, which trains as without an exchange."""
+
+    detach = finish
 
     def count(self, tokens: float) -> None:
         """Nothing to do: there is nobody else."""
@@ -115,9 +111,9 @@ def _attached(
 ) -> SparseHookState | ShardedHookState | OneProcess:
     if isinstance(inner, nn.Module):
         refuse_updates(inner)
-        if any(map(is_fsdp2, inner.modules())):
+        if any(fsdp_version(part) == 2 for part in inner.modules()):
             return ShardedHookState(inner, algorithm, options)
-        is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
+        is_wrapped = isinstance(inner, DistributedDataParallel) or fsdp_version(inner) > 0
         if not is_wrapped and is_one_process():
             return OneProcess(inner, algorithm, options)
     state = SparseHookState(inner, algorithm, **vars(options))  # which refuses all but DDP
@@ -130,3 +126,59 @@ def _attached(
             f"wrap the network in a new DistributedDataParallel): {error}"
         ) from error
     return state
+
+
+class Exchange(ExchangeBase):
+    """Exchange gradients over a process group, between backward and the optimizer's step.
+
+    >>> exchange = Exchange(model, RegTopK(density=0.001))     # on every rank
+    >>> loss.backward()
+    >>> exchange.step()                                        # p.grad becomes the aggregate
+    >>> optimizer.step()
+
+    The vector exchanged is all trainable parameters in the module's order, as in the paper.
+
+    Args:
+        parameters: a module, parameters, or (name, parameter) pairs, in the same order on every rank.
+        algorithm: what is run; the same on every rank.
+        grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
+        options: see `regtopk.ExchangeOptions`.
+    """
+
+    @names_typos
+    def __init__(
+        self,
+        parameters: nn.Module | NamedParameters,
+        algorithm: Algorithm[Any],
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **options: Unpack[ExchangeOptions],
+    ) -> None:
+        checked = Options(grad_scaler=grad_scaler, **options)
+        collectives = Collectives(group_or_default(checked.process_group))
+        kind = Kind("regtopk.Exchange")
+        super().__init__(Steps(Parameters(parameters), algorithm, collectives, checked, kind))
+        self._warn_of_one_rank()
+        watch_optimizer(self)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Turn every parameter's `.grad` into the aggregate; a missing gradient counts as zero.
+
+        If any rank's gradients are not finite, nothing changes but `.grad`, which becomes NaN everywhere, so
+        that a GradScaler (or you) can see it; the step is counted in `num_skipped`.
+        """
+        parameters = self._steps.parameters
+        parameters.check()
+        parameters.check_trainable()
+        for name, p in parameters.named.items():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ClusterError(f"gradient of {name!r} has a sparse layout, which is not supported")
+        grads = {}
+        for name, p in parameters.named.items():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif 0 in p.grad.stride():  # expanded: its entries share memory, and the aggregate's do not
+                p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+            grads[name] = p.grad
+        self._steps.run(grads)

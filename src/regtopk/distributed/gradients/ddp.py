@@ -42,7 +42,12 @@ class SparseHookState(ExchangeBase):
         grad_scaler: torch.amp.GradScaler | None = None,
         **options: Unpack[ExchangeOptions],
     ) -> None:
-        ddp = _wrapped(model)
+        ddp = uncompiled(model)
+        if not isinstance(ddp, DistributedDataParallel):
+            raise ClusterError(
+                f"model must be a DistributedDataParallel, got {type(ddp).__name__}: wrap it first, or use "
+                "regtopk.Exchange; or shard it by fully_shard (FSDP2)"
+            )
         checked = Options(grad_scaler=grad_scaler, **options)
         if checked.process_group is not None:
             raise ArgumentError(
@@ -75,7 +80,11 @@ class SparseHookState(ExchangeBase):
     def _on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP; its future completes with the aggregate."""
         if self._is_detached:
-            return _mean_over_ranks(bucket.buffer(), self._collectives)
+            # as DDP does without a hook, to the bit: it multiplies by 1/N before the sum, and does not divide
+            whole = bucket.buffer().mul_(1 / self.num_workers)
+            work: Any = dist.all_reduce(whole, group=self._collectives.group, async_op=True)
+            mean: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+            return mean
         self._steps.check_usable()
         if bucket.index() == 0:
             self._steps.parameters.check_trainable()
@@ -118,23 +127,3 @@ class SparseHookState(ExchangeBase):
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook: see `attach`, or register it with a `SparseHookState` of your own."""
     return state._on_bucket(bucket)
-
-
-def _wrapped(model: object) -> DistributedDataParallel:
-    """The DDP model; only DDP has a hook to attach to."""
-    inner = uncompiled(model)
-    if isinstance(inner, DistributedDataParallel):
-        return inner
-    raise ClusterError(
-        f"model must be a DistributedDataParallel, got {type(inner).__name__}: wrap it first, or use "
-        "regtopk.Exchange; or shard it by fully_shard (FSDP2)"
-    )
-
-
-def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]:
-    """What DDP does without a hook, to the bit: it multiplies by 1/N before the sum, and does not divide."""
-    buffer.mul_(1 / collectives.num_workers)
-    work = dist.all_reduce(buffer, group=collectives.group, async_op=True)
-    assert work is not None
-    mean: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
-    return mean

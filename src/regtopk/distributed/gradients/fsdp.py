@@ -6,7 +6,6 @@ leaves zeros. When backward is over, all units are exchanged with the ranks that
 aggregates are added to the gradients. Entries are selected within each unit.
 """
 
-import logging
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -19,8 +18,7 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.gradients.fsdp_units import Unit, bits_of, sharding_of, units_of
 from regtopk.distributed.options import Options, refuse_k
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import as_flat, flat_dtype
+from regtopk.distributed.state.buckets import Bucket, as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward, modules_of
 from regtopk.distributed.state.shards import DenseMean, Shards, replicas_of
 from regtopk.distributed.steps.attached import watch_optimizer
@@ -28,9 +26,7 @@ from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import difference
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.errors import ArgumentError, ClusterError
-
-_log = logging.getLogger("regtopk")
+from regtopk.errors import ArgumentError, ClusterError, log
 
 
 class ShardedHookState(ExchangeBase):
@@ -51,13 +47,14 @@ class ShardedHookState(ExchangeBase):
         self._everything = units_of(model)
         self._units = {unit.name: unit for unit in self._everything if unit.members}
         units = self._units.values()
-        self._shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
+        wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._shards = Shards(wholes, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
         kind = Kind("regtopk.attach", parts=tuple((unit.name,) for unit in units))
         steps = Steps(parameters, algorithm, Collectives(group), options, kind, self._shards)
-        super().__init__(steps, sharding_of(model, units))
+        super().__init__(steps, sharding_of(wholes, units))
         if self.num_workers == 1:
-            _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
+            log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._places = {unit.name: unit.places() for unit in units}  # of its parameters in its vector
         self._flats = _room_for(parameters)
         self._arrived: set[str] = set()  # the units in this backward

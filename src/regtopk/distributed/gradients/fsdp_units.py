@@ -81,18 +81,9 @@ def units_of(model: nn.Module) -> list[Unit]:
             names = name if id(group) not in units else f"{units[id(group)].name}, {name}"
             members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
             units[id(group)] = Unit(names, module, group, members)
-    _check_parameters(model, units.values())
-    for unit in units.values():
-        if unit.members:
-            unit.check()
-    return list(units.values())
-
-
-def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Every parameter to train must be in a unit, sharded over the one axis of its mesh."""
     pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     check_placements(pairs)
-    held = {id(p) for unit in units for p in unit.trainable}
+    held = {id(p) for unit in units.values() for p in unit.trainable}
     for name, p in pairs:
         (placement,) = p.placements  # type: ignore[attr-defined]
         if id(p) not in held or not placement.is_shard(0):
@@ -100,11 +91,14 @@ def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
                 f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
                 f"{placement!r}"
             )
+    for unit in units.values():
+        if unit.members:
+            unit.check()
+    return list(units.values())
 
 
-def sharding_of(model: nn.Module, units: Iterable[Unit]) -> Sharding:
+def sharding_of(wholes: dict[str, nn.Parameter], units: Iterable[Unit]) -> Sharding:
     """Where the parameters are in the units' vectors."""
-    wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names: dict[Any, str] = {p: name for name, p in wholes.items()}
     pieces = []
     for unit in units:

@@ -103,9 +103,8 @@ def _gather_together(rank: Rank, parts: Sequence[SparseGradient]) -> list[Sparse
             sizes = [parts[number].indices.shape[:-1].numel() for number in numbers]
             columns = [t.unflatten(0, (num_rows, -1)) for t in (rows.indices, rows.values, rows.counts)]
             for number, *mine in zip(numbers, *(column.split(sizes) for column in columns), strict=True):
-                if parts[number].indices.dim() == 1:
-                    mine = [column.squeeze(0) for column in mine]
-                indices, values, counts = mine
+                is_one = parts[number].indices.dim() == 1
+                indices, values, counts = (column.squeeze(0) if is_one else column for column in mine)
                 found[number] = SparseGradient(indices, values, batch.numel, counts, batch.code)
     return [found[number] for number in range(len(parts))]
 

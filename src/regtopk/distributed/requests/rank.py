@@ -129,13 +129,12 @@ class Rank:
         everyone = rows.new_zeros(self.num_workers, *rows.shape[1:])
         return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
 
-    def check_later(self, status: Tensor) -> None:
-        """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`."""
-        self._statuses.append(self.by_rank(status))
+    def check_later(self, status: Tensor, *, after_answer: bool = False) -> None:
+        """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`.
 
-    def check_after_answer(self, status: Tensor) -> None:
-        """Keep a status until this rank has answered for it: to raise before would leave others waiting."""
-        self._withheld.append(self.by_rank(status))
+        It waits until this rank has answered, if to raise before would leave others waiting.
+        """
+        (self._withheld if after_answer else self._statuses).append(self.by_rank(status))
 
     def release_withheld(self) -> None:
         """This rank has answered."""

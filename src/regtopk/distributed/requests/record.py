@@ -1,6 +1,5 @@
 """What an exchange sent and how long it took, measured on the messages themselves."""
 
-import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -8,8 +7,8 @@ from dataclasses import dataclass, replace
 from regtopk.core.options import counted
 from regtopk.core.timer import Timer
 from regtopk.distributed.options import Writer
+from regtopk.errors import log
 
-_log = logging.getLogger("regtopk")
 LEAST_SHARE_TOLD = 0.05  # of the time: ranks that wait less for one another are not worth a line
 PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
 
@@ -114,7 +113,7 @@ def draw(writer: Writer, record: StepRecord, num_steps: int) -> Writer | None:
         for name, number in record.as_dict().items():
             writer.add_scalar(f"regtopk/{name}", number, num_steps)
     except Exception as error:
-        _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
+        log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
         return None
     return writer
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from regtopk.core.requests import OfSenders, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 from regtopk.distributed.requests.gather import gather_sparse
-from regtopk.distributed.requests.rank import Rank, SumBuffer, Total
+from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.transport import told
 from regtopk.errors import WireFormatError
 from regtopk.wire import decode, decode_segment, encode, encode_segment, raise_for_status
@@ -41,15 +42,10 @@ def _split_sum(rank: Rank, request: SparseSum, sums: SumBuffer) -> Tensor | OfSe
     sparse = request.sparse
     if sparse.indices.dim() == 1:
         return split_sum(rank, request, sums)
-    assert type(request) is SparseSum
-    weight, totals = request.weight.view(()), sums.zeros_for(sparse)
-    for total, indices, values in zip(totals, sparse.indices[:, 0], sparse.values[:, 0], strict=True):
-        row = replace(sparse, indices=indices, values=values)
-        found = split_sum(rank, SparseSum(row, weight), SumBuffer())
-        assert isinstance(found, Tensor)
-        total.copy_(found)
-    sums.total = Total(totals, None, totals._version)
-    return totals.unsqueeze(1)
+    rows = zip(sparse.indices[:, 0], sparse.values[:, 0], strict=True)
+    requests = [SparseSum(replace(sparse, indices=at, values=x), request.weight) for at, x in rows]
+    totals: list[Any] = [split_sum(rank, each, SumBuffer()) for each in requests]
+    return torch.stack(totals).unsqueeze(1)
 
 
 def _sum(rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient) -> Tensor | OfSenders:
@@ -153,8 +149,7 @@ def _sum_region(
 ) -> tuple[list[Tensor], WireFormatError | None]:
     """This rank's region of the sum, in rank order from zero, and the senders of each entry: as messages.
 
-    After a bad piece the sum is NaN, which every rank refuses: to raise here, before the sums are gathered,
-    would leave the others waiting for this rank.
+    After a bad piece the sum is NaN, which every rank refuses: to raise here would leave the others waiting.
     """
     low, high = bounds[rank.index], bounds[rank.index + 1]
     start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)
@@ -211,9 +206,7 @@ def _joined(
     senders = torch.cat([senders for senders, _ in found])
     if code == "int8":  # how many they are: their weights, which are equal, are added one by one
         weight = rank.weights.max().to(senders.dtype)
-        sums = [torch.zeros_like(weight)]
-        for _ in rank.active:
-            sums.append(sums[-1] + weight)
-        senders = torch.stack(sums).to(senders.device)[senders.round().long()]
+        sums = accumulate([weight] * len(rank.active), initial=torch.zeros_like(weight))
+        senders = torch.stack([*sums]).to(senders.device)[senders.round().long()]
     sent_weight = torch.zeros_like(total).index_copy_(0, indices, senders)
     return OfSenders.of(total, sent_weight, indices, rank.weights.to(total))

@@ -1,12 +1,13 @@
-"""Parameters that are exchanged together, and their state, which follows parameters by name."""
+"""Parameters that are exchanged together: their gradients as one vector, and their state, by their names."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regtopk import kernels
 from regtopk.algorithms.dense import Dense
@@ -16,11 +17,71 @@ from regtopk.core.precision import initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Rank, SumBuffer
-from regtopk.distributed.state.layout import ByName, as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters
 
 Names = tuple[str, ...]
 Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that parameter's part of it
+# What is done with a vector of some parameters, by name; it is zero outside of its support, if it has one.
+Write = Callable[[Names, Tensor, kernels.Support | None], None]
+
+
+class ByName(dict[str, Tensor]):
+    """Tensors by name. Those of a bucket are put in a row once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._rows: dict[Names, kernels.Pieces] = {}
+
+    def row(self, names: Names) -> kernels.Pieces:
+        """The tensors of a bucket's names."""
+        if names not in self._rows:
+            self._rows[names] = kernels.Pieces(map(self.__getitem__, names))
+        return self._rows[names]
+
+
+def flat_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """What a flat gradient of these parameters is kept in: at least float32."""
+    return reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+
+
+def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The gradients as one vector, without a copy, if they lie one after another in memory."""
+    first, numel = grads[0], 0
+    start = first.data_ptr()
+    for grad in grads:
+        is_next = grad.data_ptr() == start + numel * dtype.itemsize
+        if not is_next or grad.dtype != dtype or not grad.is_contiguous():
+            return None
+        numel += grad.numel()
+    storage = first.untyped_storage()
+    is_one = start + numel * dtype.itemsize <= storage.data_ptr() + storage.nbytes()
+    return first.as_strided((numel,), (1,)) if is_one else None
+
+
+def into(targets: Mapping[str, Tensor], write: Callable[..., None] | None = None) -> Write:
+    """Write into the tensors of some names; or `subtract_` from them."""
+    write, by_name = write or write_, targets if isinstance(targets, ByName) else ByName(targets)
+    return lambda names, *vector: write(by_name.row(names), *vector)
+
+
+def write_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
+    """Write a vector into tensors, one after another; it is zero outside of its support, if there is one."""
+    if support is None:
+        torch._foreach_copy_(tensors, kernels.parts_of(vector, tensors))
+        return
+    flat = as_flat(tensors, vector.dtype)
+    kernels.spread_(tensors if flat is None else [flat], vector, support)
+
+
+def subtract_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
+    """Subtract a vector from tensors, one after another; it is zero outside of its support."""
+    flat = as_flat(tensors, vector.dtype)
+    if support is None or flat is None:
+        torch._foreach_sub_(tensors, kernels.parts_of(vector, tensors))
+    else:
+        indices = support.indices.flatten()  # an entry named twice gets the same difference twice
+        difference = flat.index_select(0, indices).sub_(vector.index_select(0, indices))
+        flat.scatter_(0, indices, difference)
 
 
 @dataclass(eq=False)
@@ -50,12 +111,8 @@ class Bucket:
         return self.state if self.state_before is None else self.state_before
 
     def keep_state(self) -> None:
-        """Copy the state, for `take_back`."""
+        """Copy the state, for `Step.take_back`."""
         self.state_before = self.state.clone()
-
-    def take_back(self) -> None:
-        """Go back to the settled state."""
-        self.state, self.state_before = self.settled_state, None
 
     def join(self, grads: ByName) -> tuple[Tensor, Tensor | None]:
         """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""
@@ -67,12 +124,13 @@ class Bucket:
         return self.flat, kernels.join_(self.flat, tensors)
 
     def entries(self) -> Entries:
-        """The per-entry state, cut by parameter (views)."""
-        sizes = [layer.numel for layer in self.layout.layers]
-        entries: Entries = {name: {} for name in self.names}
+        """The per-entry state, cut by parameter, in its shape (views)."""
+        layers = self.layout.layers
+        entries: Entries = {layer.name: {} for layer in layers}
         for field in self.state.per_entry_fields():
-            for name, part in zip(self.names, getattr(self.settled_state, field).split(sizes), strict=True):
-                entries[name][field] = part
+            parts = getattr(self.settled_state, field).split([layer.numel for layer in layers])
+            for layer, part in zip(layers, parts, strict=True):
+                entries[layer.name][field] = part.view(layer.shape)
         return entries
 
     def other_fields(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The trainable parameters of an exchange, by name, and what must not happen to them afterwards."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,14 +23,14 @@ class Parameters:
     takes_dtensors = False
 
     def __init__(self, source: nn.Module | NamedParameters, ignored: Iterable[str] = ()) -> None:
-        self._module = source if isinstance(source, nn.Module) else None
+        self.module = source if isinstance(source, nn.Module) else nn.Module()  # an empty one
         self._ignored = frozenset(ignored)
-        if self._module is not None and not self.takes_dtensors:
-            _refuse_modules(self._module)
+        if not self.takes_dtensors:
+            _refuse_modules(self.module)
         self.whole = self._trainable(source)
         self._seen: list[object] = []  # in the module when names were last looked up, and kept until then
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
-        self.kinds = {} if self._module is None else layer_kinds(self._module)
+        self.kinds = layer_kinds(self.module)
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
@@ -46,13 +46,9 @@ class Parameters:
         """The layout of some of them, one after another."""
         return Layout.of_shapes((name, self.shapes[name], self.kinds.get(name, "other")) for name in names)
 
-    def describe(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and dtype of each: what ranks compare."""
-        return [(name, self.shapes[name], str(p.dtype)) for name, p in self.named.items()]
-
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
-        found = [] if self._module is None else contents_of(self._module)
+        found = contents_of(self.module)
         if len(found) != len(self._seen) or not all(map(operator.is_, found, self._seen)):
             self._check_names()
             self._seen = found
@@ -64,7 +60,7 @@ class Parameters:
 
     def _check_names(self) -> None:
         """Refuse parameters that were added or replaced; to look up all names takes a millisecond."""
-        for name, p in [] if self._module is None else self._module.named_parameters():
+        for name, p in self.module.named_parameters():
             if p.requires_grad and name not in self._ignored and self.whole.get(name) is not p:
                 raise ClusterError(
                     f"parameter {name!r} of shape {tuple(p.shape)} must have been there, requiring a "
@@ -106,6 +102,11 @@ class Parameters:
         return named
 
 
+def facts(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of each: what ranks compare."""
+    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+
+
 def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) pairs of what a user gave."""
     given = source.named_parameters() if isinstance(source, nn.Module) else source
@@ -124,7 +125,7 @@ def _refuse_modules(module: nn.Module) -> None:
         raise ClusterError("module must not be in DistributedDataParallel: use regtopk.attach for that")
     for name, part in module.named_modules():
         what, kind = f"module {name!r}" if name else "the model", type(part).__name__
-        if is_fsdp(part):
+        if fsdp_version(part):
             raise ClusterError(
                 f"{what} must not be sharded by FSDP, got {kind}: use regtopk.attach for fully_shard (FSDP2)"
             )
@@ -168,14 +169,10 @@ def refuse_meta(pairs: Iterable[tuple[str, torch.Tensor]], kind: str = "paramete
             )
 
 
-def is_fsdp(module: object) -> bool:
-    """Whether a module is sharded by either kind of FSDP (by name: their imports take long)."""
-    return any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__)
-
-
-def is_fsdp2(module: object) -> bool:
-    """Whether a module is sharded by fully_shard."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+def fsdp_version(module: object) -> int:
+    """Which FSDP has sharded a module, 1 or 2 (fully_shard); 0: none. By name: their imports take long."""
+    names = [base.__name__ for base in type(module).__mro__]
+    return 2 if "FSDPModule" in names else int("FullyShardedDataParallel" in names)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

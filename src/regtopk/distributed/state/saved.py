@@ -25,7 +25,6 @@ The functions here change nothing: `loaded` checks a saved state as a whole and 
 """
 
 import ast
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.options import check_number
 from regtopk.core.owners import owed_by, owed_to
 from regtopk.core.state import OnResize
@@ -43,14 +43,12 @@ from regtopk.core.worker import Report, check_weights
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.requests.record import Ledger, StepRecord
 from regtopk.distributed.state.buckets import Bucket, Buckets, Entries
-from regtopk.errors import StateError
+from regtopk.errors import StateError, log
 
 FORMAT = 1
 KEYS = frozenset({"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"})
-_OPTIONAL = frozenset({"updates", "shard", "lost"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 MOST_STEPS = (1 << 31) - 1  # what the ranks can compare in a step
-_log = logging.getLogger("regtopk")
 
 
 class Progress(NamedTuple):
@@ -67,7 +65,7 @@ def state_dict(buckets: Buckets, num_steps: int, ledger: Ledger, report: Report 
     shapes, rank = buckets.parameters.shapes, buckets.rank
     worker = {
         "entries": {
-            name: {field: part.to("cpu", copy=True).view(shapes[name]) for field, part in parts.items()}
+            name: {field: part.to("cpu", copy=True) for field, part in parts.items()}
             for bucket in buckets.all
             for name, parts in bucket.entries().items()
         },
@@ -102,7 +100,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
             shards.setdefault(place, []).append(state)
         return {"shards": {place: merge_state_dicts(states) for place, states in shards.items()}}
     for part in parts:
-        _check_keys(part, may_hold=_OPTIONAL)
+        _check_keys(part, may_hold=frozenset({"updates", "shard", "lost"}))
         for key in sorted({*part, *parts[0]} - {"workers"}):
             if not _same(part.get(key), parts[0].get(key)):
                 raise StateError(f"rank states must come from one moment of one run: {key} differs")
@@ -221,10 +219,9 @@ def owed_parts(saved: dict[str, Any], rank: int) -> Iterator[tuple[str, Tensor]]
         if "owed" in others:
             entries = [worker["entries"][name] for name in names]
             residuals = [parts[owed_to(parts)] for parts in entries]
-            sizes = [residual.numel() for residual in residuals]
-            parts = owed_by(rank, others["owed"], saved["weights"], sum(sizes)).split(sizes)
-            for name, part, residual in zip(names, parts, residuals, strict=True):
-                yield name, part.view(residual.shape)
+            numel = sum(residual.numel() for residual in residuals)
+            owed = owed_by(rank, others["owed"], saved["weights"], numel)
+            yield from zip(names, kernels.parts_of(owed, residuals), strict=True)
 
 
 def _with_nothing_owed(saved: dict[str, Any], needed: list[int]) -> dict[str, Any]:
@@ -258,7 +255,6 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _check_keys(saved: object, may_hold: frozenset[str] = frozenset()) -> None:
-    """It holds what a state dict holds, in the format that is read here."""
     if not isinstance(saved, dict) or set(saved) - may_hold - {"options"} != KEYS:
         found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise StateError(f"a saved exchange must hold {sorted(KEYS)}, got {found}")
@@ -280,7 +276,7 @@ def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
     before = ast.literal_eval(saved.get("options", "{}"))  # of an older version, which may know fewer
     now = {name: given for name, given in buckets.algorithm.options().items() if name in before}
     if before != now and buckets.rank.index == 0:
-        _log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
+        log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
     rule = f"an integer in 0..{MOST_STEPS}"
     check_number("num_steps", saved["num_steps"], rule, lambda n: type(n) is int and 0 <= n <= MOST_STEPS)
     check_weights(saved["weights"], len(saved["weights"]))
@@ -298,11 +294,8 @@ def _check_workers(
     for n in needed:
         worker = saved["workers"][str(n)]
         for i, bucket in enumerate(buckets):
-            of_vector = {field: getattr(bucket.state, field) for field in bucket.state.per_entry_fields()}
-            for layer in bucket.layout.layers:
-                shapes = dict.fromkeys(of_vector, layer.shape)
-                where = f"parameter {layer.name!r} of rank {n}"
-                _check_fields(worker["entries"].get(layer.name, {}), of_vector, shapes, where)
+            for name, like in bucket.entries().items():
+                check_state(worker["entries"].get(name, {}), like, f"parameter {name!r} of rank {n}")
             if is_same_cut:
                 _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {n}")
 
@@ -313,14 +306,14 @@ def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
     expected = {field: tensor for field, tensor in fields if field in saved or field != "owed"}  # none: zero
     if check_state(saved, expected, where):
         indices, numel = saved["indices"], bucket.layout.numel
-        is_inside = indices.dim() == 1 and bool(((indices >= 0) & (indices < numel)).all())
-        if not is_inside or not bool((indices.diff() > 0).all()):
+        is_inside = ((indices >= 0) & (indices < numel)).all()
+        if indices.dim() != 1 or not bool(is_inside and (indices.diff() > 0).all()):
             rule = f"ascending, distinct and in 0..{numel - 1}"
             raise StateError(f"indices of {where} must be {rule}, got {indices.tolist()[:9]}")
 
 
 def check_state(saved: dict[str, Tensor], like: dict[str, Tensor], where: str) -> bool:
-    """The fields are those of another state; only those of the last selection may change in length.
+    """The fields are those of another state, and finite; only the last selection may change in length.
 
     Returns:
         Whether there is a selection: its indices must be checked, too.
@@ -329,14 +322,6 @@ def check_state(saved: dict[str, Tensor], like: dict[str, Tensor], where: str) -
     has_selection = all(field in like and field in saved for field in _SELECTION)
     if has_selection:
         shapes |= dict.fromkeys(_SELECTION, tuple(saved["indices"].shape))
-    _check_fields(saved, like, shapes, where)
-    return has_selection
-
-
-def _check_fields(
-    saved: dict[str, Tensor], like: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], where: str
-) -> None:
-    """They are there, of these shapes and kinds, and finite in the dtype they are loaded into."""
     found = {field: tuple(tensor.shape) for field, tensor in saved.items()}
     if found != shapes:
         raise StateError(f"state of {where} must hold {shapes}, got {found}")
@@ -346,3 +331,4 @@ def _check_fields(
             raise StateError(f"{field} of {where} must be of {dtype}, got {tensor.dtype}")
         if not bool(torch.isfinite(tensor.to(dtype)).all()):  # a float64 may be too large for its place
             raise StateError(f"{field} of {where} must be finite in {dtype}, got a NaN or inf")
+    return has_selection

@@ -30,6 +30,7 @@ from regtopk.distributed.state.shards import like, local
 from regtopk.errors import StateError
 
 Load = Callable[[dict[str, Any]], None]  # fills in what a checkpoint holds under these keys
+_place = "{} of {}".format  # which part of a model, of how many
 
 
 class Piece(NamedTuple):
@@ -61,7 +62,7 @@ class _Slot(NamedTuple):
 
 def under_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any]:
     """A state dict whose keys are no other part's: checkpoints that merge equal keys keep every part."""
-    return saved if shard is None else {"shards": {_place(shard): saved}}
+    return saved if shard is None else {"shards": {_place(*shard): saved}}
 
 
 def from_shard(saved: Any, shard: list[int] | None) -> Any:
@@ -72,17 +73,13 @@ def from_shard(saved: Any, shard: list[int] | None) -> Any:
         raise StateError("what sharded_state_dict() gave must be loaded by load_sharded(folder)")
     parts = saved.get("shards")
     if isinstance(parts, dict):
-        key = "of no sharded model" if shard is None else _place(shard)
+        key = "of no sharded model" if shard is None else _place(*shard)
         if key not in parts:
             raise StateError(f"the saved state must hold part {key}, got parts {sorted(parts)}")
         return from_shard(parts[key], shard)
     if saved.get("shard") != shard:
         raise StateError(f"shard of the saved state must be {shard}, got {saved.get('shard')}")
     return {key: part for key, part in saved.items() if key != "shard"}
-
-
-def _place(shard: list[int]) -> str:
-    return f"{shard[0]} of {shard[1]}"
 
 
 def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:

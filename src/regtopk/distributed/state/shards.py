@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk.distributed.state.parameters import (
     NamedParameters,
     Parameters,
+    facts,
+    fsdp_version,
     is_dtensor,
-    is_fsdp,
-    is_fsdp2,
     named_pairs,
     refuse_meta,
     uncompiled,
@@ -43,7 +43,7 @@ class Shards:
         group = mesh.get_group()
         self.collectives = Collectives(group)
         self.place = [self.collectives.rank, self.collectives.num_workers]
-        self.whole = [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
+        self.whole = facts(named)
         ranks, theirs = map(dist.get_process_group_ranks, (replicas, group))
         if set(ranks) & set(theirs) != {dist.get_rank()}:
             raise ClusterError(
@@ -69,11 +69,10 @@ class ShardedParameters(Parameters):
 
     takes_dtensors = True
 
-    def __init__(self, source: nn.Module | NamedParameters) -> None:
-        self._module = source if isinstance(source, nn.Module) else None
+    def _trainable(self, source: nn.Module | NamedParameters) -> dict[str, nn.Parameter]:
         self.reshard()
         check_placements(named_pairs(source))
-        super().__init__(source)
+        return super()._trainable(source)
 
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
@@ -87,18 +86,14 @@ class ShardedParameters(Parameters):
 
     def reshard(self) -> None:
         """Let go of whole parameters, which FSDP keeps after an evaluation: they hide what is written."""
-        for _, module in self._units():
+        for _, module in units_by_name(self.module):
             module.reshard()
 
     def end_means(self) -> None:
         """Let gradients stay in their replica, where a `detach()` has left them to be averaged."""
-        for name, module in self._units():
+        for name, module in units_by_name(self.module):
             if any(isinstance(group._all_reduce_hook, DenseMean) for group in groups_of(name, module)):
                 module.set_all_reduce_hook(None)
-
-    def _units(self) -> list[tuple[str, Any]]:
-        """The FSDP units of the module, by name."""
-        return [] if self._module is None else units_by_name(self._module)
 
 
 def is_sharded(source: nn.Module | NamedParameters) -> bool:
@@ -118,7 +113,7 @@ def plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn
                 "model must be plain, got a DistributedDataParallel, which averages gradients in every "
                 "backward: hand over the module inside it, or exchange gradients by regtopk.attach"
             )
-        if is_fsdp(part) and not is_fsdp2(part):
+        if fsdp_version(part) == 1:
             raise ClusterError(f"model must be plain or of fully_shard (FSDP2), got {type(part).__name__}")
     refuse_hooks(inner)
     return inner
@@ -156,9 +151,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def like(part: Tensor, whole: Any, device: str | None = None) -> Tensor:
     """A part as this rank's of a DTensor that is cut like another, on the same or another kind of device."""
-    mesh = whole.device_mesh
-    if device is not None:
-        mesh = _mesh_on(device, mesh)
+    mesh = whole.device_mesh if device is None else _mesh_on(device, whole.device_mesh)
     dtensor: Tensor = type(whole).from_local(
         part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -183,7 +176,7 @@ def replicas_of(process_group: object) -> dist.ProcessGroup:
 
 def units_by_name(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules that fully_shard was called on."""
-    return [(name or "<root>", module) for name, module in model.named_modules() if is_fsdp2(module)]
+    return [(name or "<root>", module) for name, module in model.named_modules() if fsdp_version(module) == 2]
 
 
 def groups_of(name: str, module: Any) -> list[Any]:

@@ -5,7 +5,8 @@ Where collectives run on the device, it may go on without them (`go_on`). The de
 step counts, and undoes what it must. The host reads the answers after the step (`hear_late`).
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -13,6 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from regtopk.core.clipping import clip_scales, norm_of
 from regtopk.core.worker import Report
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.transport.collectives import Collectives, by_rank
@@ -40,6 +42,42 @@ class Question(NamedTuple):
 @lru_cache(maxsize=256)  # names are many, and the same in every step
 def _crc32(things: tuple[Any, ...]) -> int:
     return crc32(repr(things).encode())
+
+
+class Scaling(NamedTuple):
+    """Whether updates are clipped (`clip_scales`), and whether tokens weigh them.
+
+    Tokens t_n scale an update by N t_n / T, and weights stay 1/N. With weights t_n / T that change from round
+    to round, a residual would be sent by another weight than it was kept with, and sums not be conserved.
+    Weights by steps do not change: those are plain weights.
+    """
+
+    clip_norm: float | None = None
+    by_tokens: bool = False
+
+    def numbers(self, flats: Sequence[Tensor], tokens: float, shards: Collectives | None) -> Tensor:
+        """(2,) float64: the norm, if it is needed, and the tokens of a rank, or of all that share a model."""
+        norm = norm_of(flats if self.clip_norm else [flats[0][:0]])
+        squares = torch.stack([norm.square(), norm.new_tensor(tokens)])
+        if shards is not None:
+            squares = shards.all_gather(squares.to(shards.device_for_flags(norm.device))).sum(0)
+        return torch.stack([squares[0].sqrt(), squares[1]])
+
+    def clipped(self, numbers: Tensor, weights: Tensor) -> Tensor:
+        """What clipping multiplies each rank's update by, (N,), from all ranks' numbers, (N, 2)."""
+        if self.by_tokens:  # who has learned from none has no weight
+            weights = weights * (numbers[:, 1] > 0)
+        return clip_scales(numbers[:, 0], weights, self.clip_norm or math.inf)
+
+    def weighed(self, numbers: Tensor, ranks: list[int]) -> Tensor:
+        """What tokens multiply each rank's update by, (N,); they are NaN of ranks that have not counted."""
+        tokens = numbers[:, 1] if self.by_tokens else numbers.new_zeros(len(ranks))
+        if silent := [rank for rank, own in zip(ranks, tokens.tolist(), strict=True) if math.isnan(own)]:
+            raise ClusterError(
+                "every rank must call count(tokens) before optimizer.step() where weight is 'tokens', got no "
+                f"call on rank(s) {silent} since the last exchange"
+            )
+        return len(ranks) * tokens / tokens.sum() if tokens.any() else torch.ones_like(tokens)
 
 
 class OnItsWay:

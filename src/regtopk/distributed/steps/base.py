@@ -1,6 +1,5 @@
 """What users call on every kind of exchange, whoever makes its steps."""
 
-import logging
 from collections.abc import Iterable
 from os import PathLike
 from typing import Any
@@ -15,9 +14,7 @@ from regtopk.distributed.state.saved import merge_state_dicts
 from regtopk.distributed.state.saved_shards import Sharding, from_shard, put_together, take_apart, under_shard
 from regtopk.distributed.steps.handshake import roll_call
 from regtopk.distributed.steps.step import Steps
-from regtopk.errors import ClusterError, StateError
-
-_log = logging.getLogger("regtopk")
+from regtopk.errors import ClusterError, StateError, log
 
 
 class Counted:
@@ -74,7 +71,7 @@ class ExchangeBase(Counted):
 
     def _warn_of_one_rank(self, vectors: str = "gradients") -> None:
         if self.num_workers == 1:
-            _log.warning("there is one rank: its %s are sparsified, but no bytes are saved", vectors)
+            log.warning("there is one rank: its %s are sparsified, but no bytes are saved", vectors)
 
     @property
     def rank(self) -> int:
@@ -175,10 +172,7 @@ class ExchangeBase(Counted):
 
     def _loaded(self, state_dict: dict[str, Any]) -> Any:
         """What a saved state holds, checked as a whole; nothing changes yet."""
-        return self._loaded_part(from_shard(state_dict, self._steps.shard))
-
-    def _loaded_part(self, saved: dict[str, Any]) -> Any:
-        return self._steps.loaded(saved)
+        return self._steps.loaded(from_shard(state_dict, self._steps.shard))
 
     def _compare_loaded(self, loaded: Any) -> None:
         """Refuse, on all ranks, what they have loaded if it does not go together; steps compare the rest."""

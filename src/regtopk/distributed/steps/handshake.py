@@ -1,6 +1,5 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +19,9 @@ from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.driver import converse
 from regtopk.distributed.transport.collectives import Alone, Collectives, by_rank, clear_errors, is_world
-from regtopk.errors import ArgumentError, ClusterError, OracleError, RegtopkError
+from regtopk.errors import ArgumentError, ClusterError, OracleError, RegtopkError, log
 
 LONGEST_CLOSE_S = 10.0  # that a rank waits for the others: one that has failed does not come
-_log = logging.getLogger("regtopk")
 _num_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # roll calls of each group
 
 
@@ -80,7 +78,7 @@ def end_group(collectives: Collectives) -> None:
     try:
         roll_call(collectives, "close", "time", LONGEST_CLOSE_S)
     except ClusterError as error:
-        _log.warning("close() did not find all ranks: %s", error)
+        log.warning("close() did not find all ranks: %s", error)
     dist.destroy_process_group(collectives.group)
 
 
@@ -97,7 +95,6 @@ def meet(
 
 
 def _shares(weights: list[Any], ranks: list[int]) -> Tensor:
-    """Every rank's share of the sum of all weights."""
     if all(weight is None for weight in weights):
         return check_weights(None, len(weights))
     are_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)

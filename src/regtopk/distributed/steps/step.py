@@ -4,10 +4,9 @@ A step with a NaN is skipped: `agreement` finds it on all ranks, `Step.exchange`
 NaN, `driver` gives states back where the host went on, and `Steps` counts it. Rounds: `LocalRounds._skip`.
 """
 
-import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,20 +23,17 @@ from regtopk.core.worker import Report
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.requests.record import Ledger, StepRecord, draw
-from regtopk.distributed.state import layout, saved
-from regtopk.distributed.state.buckets import Bucket, Buckets
-from regtopk.distributed.state.parameters import Parameters, refuse_meta
+from regtopk.distributed.state import saved
+from regtopk.distributed.state.buckets import Bucket, Buckets, ByName, Write, into
+from regtopk.distributed.state.parameters import Parameters, facts, refuse_meta
 from regtopk.distributed.state.shards import Shards
-from regtopk.distributed.steps.agreement import Agreement, Question, share_report
-from regtopk.distributed.steps.alike import Alike
-from regtopk.distributed.steps.driver import Turn, run
+from regtopk.distributed.steps.agreement import Agreement, Question, Scaling, share_report
+from regtopk.distributed.steps.driver import Alike, Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
-from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
-from regtopk.errors import ClusterError
+from regtopk.errors import ClusterError, log
 
 _MOST_KNOWN = 64  # of what all ranks have agreed on: a density may change with every step
-_log = logging.getLogger("regtopk")
 Vectors = tuple[list[Tensor], Tensor]  # of the buckets of a step; and (), whether all of them are finite
 Take = Callable[[], Vectors]
 
@@ -51,7 +47,7 @@ class Kind:
         "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
         "last_step.num_skipped before optimizer.step()"
     )
-    settings: tuple[tuple[str, Any], ...] = ()  # what all ranks must have the same, beside the options
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what ranks compare, beside the options
     parts: tuple[tuple[str, ...], ...] = ()  # the names of parameters that are exchanged together; none: all
     takes_turns: bool = False  # whether a step exchanges one part, not all of them
     has_thread: bool = False  # whether steps are made beside training: they need a process group of their own
@@ -73,7 +69,7 @@ class Step:
         """Whether no rank had a NaN or inf, as far as the host knows."""
         return self.agreement.is_finite
 
-    def exchange(self, write: layout.Write) -> None:
+    def exchange(self, write: Write) -> None:
         """Turn the vectors into the aggregate, or into NaN if some rank's are not finite, and write it."""
         rank, scaler = self.steps.rank, self.steps._options.grad_scaler
         if self.is_finite:
@@ -92,7 +88,7 @@ class Step:
         """Give the buckets their state from before the step, which then does not count."""
         self.is_taken_back = True
         for bucket in self.turn.buckets:
-            bucket.take_back()
+            bucket.state, bucket.state_before = bucket.settled_state, None
 
 
 class Steps:
@@ -136,10 +132,8 @@ class Steps:
         self.is_closed = False
         self.lock = threading.RLock()  # keeps savers, readers of counts and a thread's steps apart
         self._num_steps = 0
-        self._alike = Alike()
         self._ledger = Ledger()
-        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
-        self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
+        self._forget()
         self._obstacle: str | None = None  # why no step can be made
         self._writer = options.writer
 
@@ -154,8 +148,8 @@ class Steps:
             **{option: getattr(self._options, option) for option in same},
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
-            "parameters": self.parameters.describe(),
-            **dict(self.kind.settings),
+            "parameters": facts(self.parameters.named),
+            **self.kind.settings,
             **({} if self.shard is None else {"shard": self.shard}),
         }
 
@@ -170,10 +164,7 @@ class Steps:
         self._forget()
 
     def begin_from(self, shared: list[dict[str, Tensor]], num_steps: int, *, is_late: bool = False) -> None:
-        """Take a peer's place: with what all ranks know alike after so many steps.
-
-        It has no residual, unless it is only late.
-        """
+        """Take a peer's place, with what all ranks know by then; who is only late keeps its residual."""
         self.settle()
         self.buckets.begin_from(shared, is_late=is_late)
         self._num_steps = num_steps
@@ -181,7 +172,8 @@ class Steps:
 
     def _forget(self) -> None:
         """Ranks, or what they exchange, have changed."""
-        self._unheard, self._known = None, set()
+        self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
+        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
         self._alike = Alike()  # lets go of the memory of buckets that were computed together
 
     # A step.
@@ -218,12 +210,20 @@ class Steps:
                 bucket.keep_state()
             with self.half_way(step if can_be_taken_back else None):
                 yield step
-            if not step.is_taken_back:
-                self._end(step, num_dense)
+            if step.is_taken_back:
+                return
+            exchanged = buckets if self.kind.takes_turns else self.buckets.all
+            self.rank.record.dense_bytes = num_dense * self.dense_bytes(exchanged)
+            for bucket in buckets:
+                bucket.state_before = None
+            if step.agreement.is_bad is None:
+                self._count(step.agreement)
+            else:
+                self._unheard = step.agreement
 
     def run(self, grads: dict[str, Tensor]) -> None:
         """A whole step: the gradients, by name, become the aggregate in place, or NaN."""
-        by_name = layout.ByName(grads)
+        by_name = ByName(grads)
 
         def take() -> Vectors:
             joined = [bucket.join(by_name) for bucket in self.buckets.all]
@@ -231,7 +231,7 @@ class Steps:
             return [flat for flat, _ in joined], torch.stack(are_finite).all()
 
         with self.step(take) as step:
-            step.exchange(layout.into(by_name))
+            step.exchange(into(by_name))
 
     def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], tokens: float, may_go_on: bool) -> Step:
         """See that all ranks are here, exchange the same, and have finite vectors."""
@@ -265,7 +265,6 @@ class Steps:
         return Step(self, turn, agreement)
 
     def _scale_(self, flats: list[Tensor], numbers: Tensor) -> None:
-        """Scale the vectors by what all ranks have told of theirs."""
         scaling, ranks = self.kind.scaling, self.rank.collectives.ranks
         clipped = scaling.clipped(numbers, self.rank.weights)
         scale = (clipped * scaling.weighed(numbers, ranks))[self.rank.index]
@@ -293,16 +292,6 @@ class Steps:
                 self._obstacle = f"{told}: restart all ranks from the last checkpoint"
             raise
 
-    def _end(self, step: Step, num_dense: int) -> None:
-        exchanged = step.turn.buckets if self.kind.takes_turns else self.buckets.all
-        self.rank.record.dense_bytes = num_dense * self.dense_bytes(exchanged)
-        for bucket in step.turn.buckets:
-            bucket.state_before = None
-        if step.agreement.is_bad is None:
-            self._count(step.agreement)
-        else:
-            self._unheard = step.agreement
-
     def dense_bytes(self, buckets: list[Bucket]) -> int:
         """What a ring all_reduce of float32 would move of them."""
         numel = sum(bucket.layout.numel for bucket in buckets)
@@ -325,20 +314,13 @@ class Steps:
             self.pending_report = None
         elif self._options.grad_scaler is None and self._ledger.total.num_skipped == 0:
             # once: without a GradScaler the optimizer would make every parameter NaN
-            _log.warning(self.kind.warning, self._num_steps)
+            log.warning(self.kind.warning, self._num_steps)
         self.rank.record.num_skipped = int(not agreement.is_finite)
         self._ledger.waits = agreement.waits
         self._ledger.add(self.rank.record, self.rank.timer)
         if self._writer is not None:
             record = self.with_residual_norm(self._ledger.last_step)
             self._writer = draw(self._writer, record, self._num_steps)
-
-    @contextmanager
-    def afterwards(self) -> Iterator[Rank]:
-        """What this rank does with others for a step that is counted already."""
-        self.rank.begin(self.device)
-        yield self.rank
-        self.ledger.add_to_total(self.rank.record, self.rank.timer)
 
     # What was done so far.
 

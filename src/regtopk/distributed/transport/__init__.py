@@ -1,1 +1,1 @@
-"""How bytes reach the other ranks: collectives of torch.distributed, and threads that wait for them."""
+"""How bytes reach the other ranks: collectives of torch.distributed, and messages of any length."""

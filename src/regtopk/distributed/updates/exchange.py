@@ -1,11 +1,10 @@
 """Exchanges of updates: the optimizer runs first, and what it changed is sent."""
 
-import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -13,29 +12,27 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.options import check_number
+from regtopk.core.options import check_choice, check_number
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
 from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
+from regtopk.distributed.state.saved_shards import from_shard
 from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
+from regtopk.distributed.steps.agreement import Scaling
 from regtopk.distributed.steps.base import Counted, ExchangeBase
 from regtopk.distributed.steps.handshake import compare, difference, roll_call, together
-from regtopk.distributed.steps.scale import Scaling
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
-from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.inner import Inner
-from regtopk.distributed.updates.model import Anchors, LocalModel
-from regtopk.distributed.updates.notices import ReadNotice
+from regtopk.distributed.updates.model import Anchors, How, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rank_rounds import RankRounds
-from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.errors import ArgumentError, ClusterError, StateError, log
 from regtopk.rounds import LocalRounds, Rounds
 
 TIMES = ("every", "delay", "fragments", "mix", "clip_norm")
-_log = logging.getLogger("regtopk")
 
 
 class UpdateOptions(ExchangeOptions, total=False):
@@ -51,6 +48,19 @@ class UpdateOptions(ExchangeOptions, total=False):
     grad_scaler: torch.amp.GradScaler | None
 
 
+def checked(given: Mapping[str, Any]) -> tuple[Rounds, Options, dict[str, Any]]:
+    """Of options: the times, what all kinds of exchange share, and the rest, as `LocalModel` takes it."""
+    rest = dict(given)
+    rounds = Rounds("updates", **{name: rest.pop(name) for name in TIMES if name in given})
+    rounds.check_times()
+    check_choice("buffers", rest.get("buffers", "mean"), get_args(How))
+    check_choice("anchors", rest.get("anchors", "device"), get_args(Anchors))
+    shared = {name: rest.pop(name) for name in Options.__dataclass_fields__ if name in given}
+    if shared.get("weight") in ("steps", "tokens"):
+        shared["weight"] = rounds.every if shared["weight"] == "steps" else None
+    return rounds, Options(**shared), rest
+
+
 class UpdatesBase(Counted):
     """Counts the steps of optimizers, and makes the rounds that are due."""
 
@@ -61,47 +71,35 @@ class UpdatesBase(Counted):
         parameters: nn.Module | NamedParameters,
         optimizer: Inner,
         algorithm: Algorithm[Any],
-        options: UpdateOptions,
-        anchors: Anchors = "device",
+        options: Mapping[str, Any],
     ) -> tuple[Rounds, LocalModel, Options, Kind]:
         """The times, the model and the other options, checked; and what tells this exchange from others."""
-        others: dict[str, Any] = dict(options)
-        times = {name: others.pop(name, Rounds._field_defaults[name]) for name in TIMES}
-        rounds = Rounds("updates", **times)
-        rounds.check_times()
-        weight = others.get("weight")
-        if weight in ("steps", "tokens"):
-            others["weight"] = rounds.every if weight == "steps" else None
-        outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
-        checked = Options(**others)
-        scaler = checked.grad_scaler
-        model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments, scaler)
+        rounds, shared, rest = checked(options)
+        model = LocalModel(parameters, optimizer, rounds.fragments, shared.grad_scaler, **rest)
         if takes_turns := rounds.fragments > 1:
             refuse_k(algorithm)
-        checked = replace(checked, grad_scaler=None)  # updates have no loss scale
         warning = (
             f"after round %d a {self._peer}'s update was not finite: all {self._peer}s went back to where "
             "the round began; total.num_skipped counts such rounds"
         )
-        settings, parts = {**times, **model.describe()}, tuple(model.fragments) if takes_turns else ()
+        weight, parts = options.get("weight"), tuple(model.fragments) if takes_turns else ()
+        settings = {name: getattr(rounds, name) for name in TIMES if name != "every"} | model.describe()
         settings["kind of weight"] = weight if weight in ("steps", "tokens") else "a number"
-        del settings["every"]
-        kind = Kind(self._call, warning, tuple(settings.items()), parts, takes_turns, every=rounds.every)
-        return rounds, model, checked, replace(kind, scaling=Scaling(rounds.clip_norm, weight == "tokens"))
+        scaling = Scaling(rounds.clip_norm, weight == "tokens")
+        kind = Kind(self._call, warning, settings, parts, takes_turns, scaling=scaling, every=rounds.every)
+        return rounds, model, replace(shared, grad_scaler=None), kind  # updates have no loss scale
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
-        model.read_notice = ReadNotice(self._is_inside_a_round)
         with torch.no_grad(), model.at_hand():
-            model.begin(steps.collectives, steps.buckets.all)
+            model.begin(steps.collectives, steps.buckets.all, attached.Notices(self._is_inside_a_round))
         self._steps, self._model, self._maker = steps, model, maker
         self._rounds = LocalRounds(rounds, maker)
         self._is_agreed = False
-        self._hooks = list(model.hooks)
         for optimizer in model.inner.all:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-            attached.warn_of_two_momenta(steps.algorithm, optimizer)
+            model.hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            model.hooks.append(optimizer.register_step_post_hook(self._after_step))
+            attached.warn(steps.algorithm, optimizer)
         if model.outer is not None:
             attached.warn(steps.algorithm, model.outer, "let outer make a")
 
@@ -163,7 +161,7 @@ class UpdatesBase(Counted):
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
         self._maker.close()
-        for hook in self._hooks:
+        for hook in self._model.hooks:
             hook.remove()
         self._steps.close()
         attached.OPTIMIZERS.difference_update(self._model.inner.all)
@@ -180,8 +178,8 @@ class UpdatesBase(Counted):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._refuse_in_agreed("optimizer.step")
         self._model.inner.check_turn(optimizer)
-        if self._model.notice.taken():
-            _log.warning(
+        if self._model.notices.taken():
+            log.warning(
                 "the model has loaded weights after its exchange of updates was made: they count as an "
                 "update, of which only a part is sent. Load them before it is made, or all by its own "
                 "load_state_dict"
@@ -255,17 +253,18 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         anchors: Anchors = "device",
         **options: Unpack[UpdateOptions],
     ) -> None:
-        rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options, anchors)
+        given = {**options, "anchors": anchors}
+        rounds, model, shared, kind = self._prepared(parameters, optimizer, algorithm, given)
         if rounds.delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
             raise ArgumentError(f"delay must be 0 with {what}, got {rounds.delay}")
-        group = (replicas_of if model.is_sharded else group_or_default)(checked.process_group)
+        group = (replicas_of if model.is_sharded else group_or_default)(shared.process_group)
         shards = Shards(model.parameters.whole, group) if model.is_sharded else None
         inner = model.inner.all
         if not attached.OPTIMIZERS.isdisjoint(inner):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         kind = replace(kind, has_thread=rounds.delay > 0)
-        steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
+        steps = Steps(model.parameters, algorithm, Collectives(group), shared, kind, shards)
         if len(set(steps.everys)) > 1:
             rounds = rounds._replace(by_worker=tuple(steps.everys))
         pause = min(steps.everys) // rounds.fragments
@@ -277,7 +276,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             )
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
-        self._handshake_timeout_s = checked.handshake_timeout_s
+        self._handshake_timeout_s = shared.handshake_timeout_s
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.update(inner)
 
@@ -324,9 +323,9 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         if different is not None:
             raise StateError(f"saved states must be of one moment of one run, with the same {different}")
 
-    def _loaded_part(self, saved: dict[str, Any]) -> Any:
+    def _loaded(self, state_dict: dict[str, Any]) -> Any:
         self._refuse_in_agreed("load_state_dict")
-        rounds = self._rounds.rounds
+        saved, rounds = from_shard(state_dict, self._steps.shard), self._rounds.rounds
         steps, model = update_checkpoint.loaded(self._model, saved, rounds, self.rank, self.weights)
         return self._steps.loaded(steps), model
 

@@ -3,21 +3,22 @@
 When a fragment is sent, when it is applied and what is kept is decided in regtopk/rounds.py.
 """
 
+import atexit
 import math
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from regtopk.distributed.requests.rank import Rank
-from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import into, subtract_
+from regtopk import kernels
+from regtopk.distributed.state.buckets import Bucket, into, subtract_
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
-from regtopk.distributed.transport.background import Background
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import restart_spoiled
 from regtopk.errors import ClusterError
@@ -83,7 +84,7 @@ class RankRounds(RoundMaker):
         with model.at_hand(), counted as step, rank.timer.phase("decode_s"):
             yield step.is_finite
             if step.is_finite and self._is_last(fragment):
-                self._join_buffers(rank)
+                self._join_buffers()
 
     def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
@@ -114,8 +115,10 @@ class RankRounds(RoundMaker):
             yield is_finite
             if is_finite and self._is_last(fragment) and self._model.buffers.are_joined:
                 self.land_all()  # whose collectives must not mix with these
-                with self._steps.afterwards() as rank:
-                    self._join_buffers(rank)
+                rank = self._steps.rank
+                rank.begin(self._steps.device)
+                self._join_buffers()
+                self._steps.ledger.add_to_total(rank.record, rank.timer)  # of a step that is counted
             elif is_finite and self._is_last(fragment):
                 self._model.buffers.keep()
 
@@ -164,9 +167,9 @@ class RankRounds(RoundMaker):
         counted, self.tokens[fragment] = self.tokens[fragment], -1.0
         self._sent_tokens[fragment] = math.nan if counted < 0 < num_steps else max(counted, 0.0)
 
-    def _join_buffers(self, rank: Rank) -> None:
-        buffers = self._model.buffers
-        buffers.put(buffers.joined(rank, self._steps.device, buffers.named))
+    def _join_buffers(self) -> None:
+        buffers, steps = self._model.buffers, self._steps
+        buffers.put(buffers.joined(steps.rank, steps.device, buffers.named))
 
     def _is_last(self, fragment: int) -> bool:
         return fragment == self._rounds.fragments - 1
@@ -195,3 +198,43 @@ def _fly(
             with suppress(RuntimeError):  # the first error tells more
                 torch.cuda.synchronize(tensors[0].device)  # nothing may still write
         flight.set_exception(error)
+
+
+class Background:
+    """Makes calls one after another, by a thread that starts with the first; they must not raise.
+
+    One thread on one process group means that collectives run in the same order on every rank. On a CUDA
+    device the calls have a stream of their own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Hand over a call; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="regtopk-exchange", daemon=True)
+            self._thread.start()
+            # a thread that outlives Python, after an error in backward say, ends the process by SIGABRT
+            atexit.register(self.close, 10)
+        self._calls.put(call)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread, when it has made all calls."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join(timeout_s)
+            self._thread = None
+            atexit.unregister(self.close)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        kernels.capture_nothing_in_this_thread()  # training runs beside it
+        is_cuda = self._device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(self._device)) if is_cuda else nullcontext():
+            while (call := self._calls.get()) is not None:
+                call()
+            if is_cuda:  # nothing is under way on the device when the thread has ended
+                torch.cuda.current_stream(self._device).synchronize()

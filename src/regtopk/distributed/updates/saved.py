@@ -38,7 +38,7 @@ from regtopk.distributed.state.saved import MOST_STEPS, kept_ranks, malformed, r
 from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.transport.collectives import as_bytes
 from regtopk.distributed.updates.model import LocalModel
-from regtopk.distributed.updates.optimizers import check_saved, describe_outer, names_in, weighted_mean
+from regtopk.distributed.updates.optimizers import check_saved, describe_outer, weighted_mean
 from regtopk.errors import StateError
 from regtopk.rounds import LocalRounds, Rounds
 
@@ -84,7 +84,7 @@ def add_to(
         "every": rounds.rounds.told_every,
         **{time: getattr(rounds.rounds, time) for time in _TIMES},
         "inner": model.inner.kinds,
-        **({"held": _held(model)} if len(model.inner.all) > 1 else {}),
+        **({"held": model.inner_names} if len(model.inner.all) > 1 else {}),
         "outer": describe_outer(model.outer),
         "start": copied(model.start),
         "outer_state": ({} if model.outer is None else copied(model.outer.state_dict()),),
@@ -218,7 +218,7 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
         shard_state(optimizer)
     if model.outer is not None:
         model.outer.load_state_dict(_completed(model.outer.param_groups, new.outer_state))
-    model.notice.taken()
+    model.notices.taken()
 
 
 def _completed(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
@@ -235,11 +235,6 @@ def shard_state(optimizer: Optimizer) -> None:
                 state[key] = like(saved, p)
 
 
-def _held(model: LocalModel) -> list[list[str | None]]:
-    """The parameters of each group: two optimizers of one class may be given in another order."""
-    return names_in(model.inner.param_groups, model.parameters.whole)
-
-
 def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: LoadedModel) -> None:
     """Refuse a state of another optimizer, of other shapes, or with a NaN."""
     outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
@@ -249,7 +244,7 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     facts += [("every", rounds.told_every, updates["every"])]
     facts += [("optimizer", model.inner.kinds, updates["inner"])]
     if "held" in updates:
-        facts += [("parameters of each optimizer", _held(model), updates["held"])]
+        facts += [("parameters of each optimizer", model.inner_names, updates["held"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
     facts += [
