@@ -12,7 +12,7 @@ from torch import Tensor
 import regtopk
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.state.buckets import into
-from regtopk.distributed.steps import driver
+from regtopk.distributed.steps import alike
 from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
@@ -69,7 +69,7 @@ def make_step(steps: Steps, grads: dict[str, Tensor], **options: Any) -> bool:
 @on_ranks(2)
 def test_together_and_apart_are_the_same_bits(name: str) -> None:
     groups, together = run(*CASES[name])
-    with patch.object(driver, "_kind_of", lambda bucket: None):
+    with patch.object(alike, "_kind_of", lambda bucket: None):
         _, apart = run(*CASES[name])
     assert same(together, apart) and groups == ([] if name == "not alike" else ALIKE)
 

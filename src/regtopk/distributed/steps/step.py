@@ -28,7 +28,8 @@ from regtopk.distributed.state.buckets import Bucket, Buckets, ByName, Write, in
 from regtopk.distributed.state.parameters import Parameters, facts, refuse_meta
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.agreement import Agreement, Question, Scaling, share_report
-from regtopk.distributed.steps.driver import Alike, Turn, run
+from regtopk.distributed.steps.alike import Alike
+from regtopk.distributed.steps.driver import Turn, run
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError, log
