@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -93,13 +92,18 @@ class Comparison(Experiment[CompareConfig]):
     ) -> Iterator[Record]:
         config, metric = search.config, search.config.kind.metric
         for place, (row, seeds) in enumerate(groups):
-            label, begun = row.grid.label, place / len(groups)
-            progress(begun, f"{label}, training")
-            run, searched = search.pick(row, partial(progress, begun))
+            label, num_searched = row.grid.label, search.num_runs(row)
+            num_all = num_searched + len(seeds)
+
+            def say(num_done: float, text: str, place: int = place, num_all: int = num_all) -> None:
+                progress((place + num_done / num_all) / len(groups), text)
+
+            run, searched = search.pick(row, say)
+            say(num_searched, f"{label}, training")
             checkpoint = Checkpoint(search.folder, label, run.density, seeds)
             for new in _train(config, problem.task(seeds), run, checkpoint):
-                fraction = (place + new["step"] / config.stops[-1]) / len(groups)
-                progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
+                num_done = num_searched + len(seeds) * new["step"] / config.stops[-1]
+                say(num_done, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
                 yield {**new, "method": label, **searched, **self.extras(config, run.method, new["step"])}
             checkpoint.remove()
 

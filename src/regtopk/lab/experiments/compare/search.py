@@ -30,7 +30,11 @@ class Search:
         counted_seeds = {*self.config.chosen_seeds, *(record["seed"] for record in self.done)}
         return next(iter(tuning_seeds(self.done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
 
-    def pick(self, row: GridAt, say: Callable[[str], None]) -> tuple[MethodAt, Record]:
+    def num_runs(self, row: GridAt) -> int:
+        """How many a row's search has; none where there is nothing to choose."""
+        return 0 if len(row.runs) == 1 else min(self.config.num_search_runs or len(row.runs), len(row.runs))
+
+    def pick(self, row: GridAt, say: Callable[[int, str], None]) -> tuple[MethodAt, Record]:
         """What a row runs, and what records hold of the search. The choice of an earlier slice is kept."""
         if len(row.runs) == 1:
             return next(iter(row.runs.values())), {"tuning_seed": None, "tuning": None}
@@ -43,14 +47,14 @@ class Search:
                 return run, {name: record.get(name) for name in ("tuning_seed", "tuning", "search")}
         return self._search(row, say)
 
-    def _search(self, row: GridAt, say: Callable[[str], None]) -> tuple[MethodAt, Record]:
+    def _search(self, row: GridAt, say: Callable[[int, str], None]) -> tuple[MethodAt, Record]:
         grid, sign = row.grid, -1 if self.config.kind.is_better_higher else 1
-        num_runs = min(self.config.num_search_runs or len(row.runs), len(row.runs))
+        num_runs = self.num_runs(row)
         found: dict[GridPoint, Record] = {}
 
         def cost_of(point: GridPoint) -> float:
             words = settings_words(grid.settings(point))
-            say(f"{grid.label}, search run {len(found) + 1} of {num_runs}: {words}")
+            say(len(found), f"{grid.label}, search run {len(found) + 1} of {num_runs}: {words}")
             found[point] = run = self._run(grid, point, row.runs[point])
             return inf if run["diverged"] else float(sign * run["final"])
 
