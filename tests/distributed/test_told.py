@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regtopk import Exchange, TopK
+from regtopk import Exchange, TopK, WarmUp
 from regtopk.distributed.transport import told
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.transport.rooms import Rooms
@@ -28,6 +28,7 @@ class Counts(Collectives):
     """Counts the trips over the network."""
 
     num_trips = 0
+    last_sizes: Sequence[int] = ()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         self.num_trips += 1
@@ -35,6 +36,7 @@ class Counts(Collectives):
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         self.num_trips += 1
+        self.last_sizes = sizes
         return super().all_to_all(parts, sizes)
 
 
@@ -99,13 +101,31 @@ def test_a_count_that_cannot_be_is_refused_by_those_too_whom_it_is_not_for() -> 
 @on_ranks(4)
 def test_long_messages_go_round_a_ring_without_room_to_spare() -> None:
     collectives = Counts(group_or_default(None))
-    long = torch.full(((1 << 17) + collectives.rank,), collectives.rank, dtype=torch.uint8)
+    short, long = (
+        torch.full((length + collectives.rank,), collectives.rank, dtype=torch.uint8)
+        for length in (1 << 10, 1 << 17)
+    )
+    told.exchange(collectives, [Sent([short], [0], LIMITS)])
     for _ in range(2):
         collectives.rooms.begin()
         (found,) = told.exchange(collectives, [Sent([long], [0], LIMITS)])
         assert all(torch.equal(each, torch.full_like(each, n)) for n, each in enumerate(found.messages))
         assert found.sizes == [(1 << 17) + n for n in range(4)]
-    assert collectives.num_trips == 4
+    assert collectives.num_trips == 6
+    assert collectives.last_sizes == [32] * 4  # nothing of a message before its second trip
+
+
+@on_ranks(4)
+def test_a_sum_is_gathered_where_the_last_one_was_split() -> None:
+    """As the density falls; pieces are not equally long for all ranks, and messages for all are."""
+    model = torch.nn.Linear(100, 200)
+    algorithm = TopK(density=WarmUp(density=0.001, num_steps=8))
+    exchange = Exchange(model, algorithm, index_code="rice")
+    for number in range(9):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * (1 + number) ** dist.get_rank()
+        exchange.step()
+    assert exchange.total.num_skipped == 0
 
 
 @on_ranks(2)

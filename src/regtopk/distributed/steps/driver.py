@@ -137,13 +137,15 @@ def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -
             totals = answers(rank, [(requests[place], sums[place]) for place in places])
             found |= zip(places, totals, strict=True)
     for place, asked in enumerate(requests):
-        if place not in found and type(asked) not in _ONE_BY_ONE:
+        if place in found:
+            continue
+        one = next((one for kind, one in _ONE_BY_ONE.items() if isinstance(asked, kind)), None)
+        if one is None:
             raise OracleError(
                 "peeks at the sum of all workers' vectors before anything is sent: only a simulator can "
                 "answer that (regtopk.simulate.Cluster), a real cluster cannot"
             )
-        if place not in found:
-            found[place] = _ONE_BY_ONE[type(asked)](rank, asked)
+        found[place] = one(rank, asked)
     return [found[place] for place in range(len(requests))]
 
 

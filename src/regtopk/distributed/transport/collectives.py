@@ -4,7 +4,6 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,11 +37,7 @@ class Collectives:
         self.rank = dist.get_rank(group)
         self.num_workers = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # as users know them, in the group's order
-
-    @cached_property
-    def rooms(self) -> Rooms:
-        """For how many bytes messages have room."""
-        return Rooms()
+        self.rooms = Rooms()
 
     @property
     def store(self) -> Any:
@@ -146,7 +141,7 @@ class Alone(Collectives):
     store = None
 
     def __init__(self) -> None:
-        self.rank, self.num_workers, self.ranks = 0, 1, [0]
+        self.rank, self.num_workers, self.ranks, self.rooms = 0, 1, [0], Rooms()
 
     def _backend_for(self, device: str) -> None:
         """There is none."""
@@ -162,7 +157,7 @@ class BareCollectives(Collectives):
 
     def __init__(self, group: Any, rank: int, num_workers: int) -> None:
         self.group, self.rank, self.num_workers = group, rank, num_workers
-        self.ranks = list(range(num_workers))
+        self.ranks, self.rooms = list(range(num_workers)), Rooms()
 
     def _backend_for(self, device: str) -> None:
         """It cannot be asked."""

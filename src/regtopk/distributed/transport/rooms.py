@@ -28,7 +28,7 @@ class Rooms:
         """A step begins. Steps are alike if this is equal; it is the same on all ranks."""
         self._step, self._place = step, 0
 
-    def next_kind(self) -> Any:
+    def next_kind(self) -> tuple[Any, int]:
         """What tells the next messages from others."""
         self._place += 1
         return self._step, self._place
@@ -43,6 +43,12 @@ class Rooms:
         pairs = zip((room.to_each, room.from_each), (sent, received), strict=True)
         to_each, from_each = ([_room(*each) for each in zip(*pair, strict=True)] for pair in pairs)
         self._known[kind] = Room(to_each, from_each, room.num_kept + 1)
+
+    def drop(self, kind: Any) -> None:
+        """Leave no room for the next ones, which go round a ring: all ranks pass them on whole."""
+        if kind in self._known:
+            nothing = [0] * len(self._known[kind].to_each)
+            self._known[kind] = Room(nothing, nothing, self._known[kind].num_kept + 1)
 
     @property
     def num_kept(self) -> int:
@@ -60,4 +66,4 @@ def _room(last: int, length: int) -> int:
     Lengths vary by a few times their square root, short ones by the scales of a block of values. Where they
     vary by more, room shrinks slowly after the longest.
     """
-    return max(length + max(8 * isqrt(length), 256), last - last // 32)
+    return max(length + max(8 * isqrt(length), 256), last - last // 8)

@@ -52,7 +52,7 @@ def exchange(collectives: Collectives, vectors: Sequence[Sent]) -> list[Received
     joined = [each[0] if len(each) == 1 else torch.cat(each) for each in by_rank]
     is_for_all, device = len(joined) == 1, joined[0].device
     messages = joined * collectives.num_workers if is_for_all else joined
-    kind = collectives.rooms.next_kind()
+    kind = is_for_all, *collectives.rooms.next_kind()
     room = collectives.rooms.of(kind, collectives.num_workers)
     is_longer = any(message.numel() > size for message, size in zip(messages, room.to_each, strict=True))
     heads = _heads(is_longer, vectors, len(messages)).to(device)
@@ -66,8 +66,9 @@ def exchange(collectives: Collectives, vectors: Sequence[Sent]) -> list[Received
     if any(are_longer):
         rests = _second_trip(collectives, joined, room, sizes)
         theirs = [torch.cat(each) for each in zip(theirs, rests, strict=True)]
-    goes_round = is_for_all and not collectives.goes_directly(max(sizes), device)
-    if not goes_round and not collectives.is_on_device(device):
+    if is_for_all and not collectives.goes_directly(max(sizes), device):
+        collectives.rooms.drop(kind)
+    elif not collectives.is_on_device(device):
         collectives.rooms.keep(kind, [message.numel() for message in messages], sizes)
     return _by_vector(theirs, numbers)
 
@@ -118,7 +119,8 @@ def _second_trip(
     collectives: Collectives, joined: list[Tensor], room: Room, sizes: list[int]
 ) -> list[Tensor]:
     """What had no room, of all ranks' messages."""
-    rests = [message[size:] for message, size in zip(joined, room.to_each, strict=False)]
+    to_each = room.to_each[:1] if len(joined) == 1 else room.to_each  # one for all has one length
+    rests = [message[size:] for message, size in zip(joined, to_each, strict=True)]
     theirs = [max(0, size - known) for size, known in zip(sizes, room.from_each, strict=True)]
     if len(joined) > 1:
         return collectives.all_to_all(rests, theirs)

@@ -58,7 +58,8 @@ class Echo(Alone):
     """The collectives of rank 0 of N, whose other ranks send the same."""
 
     def __init__(self, num_workers: int) -> None:
-        self.rank, self.num_workers, self.ranks = 0, num_workers, list(range(num_workers))
+        super().__init__()
+        self.num_workers, self.ranks = num_workers, list(range(num_workers))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """N copies of the tensor."""

@@ -12,7 +12,7 @@ from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # TCP over Ethernet, in segments of 1448 bytes
 BACKWARD = 2 / 3  # of a step's computation
-TOLD_BYTES = 24  # a message's length and its number of entries, and how long its sender's longest is
+TOLD_BYTES = 32  # a message's length and its number of entries, whether more follows, and a checksum
 NCCL_HOP_S = 14e-6  # beside the latency: what NCCL's own tuner takes for a hop between machines (tuning.cc)
 
 

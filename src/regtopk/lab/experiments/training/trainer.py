@@ -77,6 +77,7 @@ class Trainer(RoundMaker):
         self._local = self.models
         if rounds.has_updates:
             self._local = self.models.unsqueeze(1).repeat(1, task.num_workers, 1)
+        # of updates alone: the aggregate of gradients goes to the workers' optimizers
         self._outer = rounds.make_outer([part.models for part in self._parts])
         self._rounds = LocalRounds(rounds, self)
         # what has an optimizer of its own: all workers together, or each where some make fewer steps
@@ -172,8 +173,9 @@ class Trainer(RoundMaker):
         self.is_diverged, self._losses, self._seen = state["is_diverged"], state["losses"], state["seen"]
         for descent, saved in zip(self._descents, state["optimizer"], strict=True):
             descent.optimizers[0].load_state_dict(saved)
-        self._outer.load_state_dict(state["outer"])
-        self._rounds.load(self.num_steps, state["sent"], is_start=False)
+        if self.rounds.has_updates:
+            self._outer.load_state_dict(state["outer"])
+            self._rounds.load(self.num_steps, state["sent"], is_start=False)
         for part, clusters in zip(self._parts, state["clusters"], strict=True):
             for cluster, own_state in zip(part.clusters, clusters, strict=True):
                 cluster.load_state_dict(own_state)
