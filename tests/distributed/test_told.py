@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regtopk import Exchange, TopK, WarmUp
+from regtopk import Exchange, TopK
 from regtopk.distributed.transport import told
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.transport.rooms import Rooms
@@ -116,16 +116,15 @@ def test_long_messages_go_round_a_ring_without_room_to_spare() -> None:
 
 
 @on_ranks(4)
-def test_a_sum_is_gathered_where_the_last_one_was_split() -> None:
-    """As the density falls; pieces are not equally long for all ranks, and messages for all are."""
-    model = torch.nn.Linear(100, 200)
-    algorithm = TopK(density=WarmUp(density=0.001, num_steps=8))
-    exchange = Exchange(model, algorithm, index_code="rice")
-    for number in range(9):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter) * (1 + number) ** dist.get_rank()
-        exchange.step()
-    assert exchange.total.num_skipped == 0
+def test_a_message_for_all_follows_one_for_each() -> None:
+    """As where the density falls, and a sum that was split is gathered: the pieces had other lengths."""
+    collectives = Counts(group_or_default(None))
+    for to_all in (False, True):
+        collectives.rooms.begin()
+        pieces = [torch.zeros(1000 * (to + 1), dtype=torch.uint8) for to in range(4)]
+        messages = [torch.full((5000,), collectives.rank, dtype=torch.uint8)] if to_all else pieces
+        (found,) = told.exchange(collectives, [Sent(messages, [0] * len(messages), LIMITS)])
+    assert all(torch.equal(each, torch.full((5000,), n)) for n, each in enumerate(found.messages))
 
 
 @on_ranks(2)
