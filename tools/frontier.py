@@ -1,4 +1,6 @@
-"""Draw the loss of recorded GPTs against the bytes that a worker receives, one panel per number of workers.
+"""Draw the loss of recorded GPTs against the bytes that a worker receives.
+
+There is a panel for each number of workers, and one more where workers read different files.
 
 ``python -m tools.frontier FOLDER ... PICTURE``, where PICTURE is an SVG, for light and dark pages, or a PNG.
 
@@ -32,7 +34,7 @@ TITLE = "Test loss against bytes received per worker and step"
 PANEL_INCHES = (5.4, 4.4)
 HIGHEST = 1.075  # of the lowest loss: where the panels end
 SAME = 1.1  # bytes that differ by less are about the same
-ALIKE = ("task", "split", "num_steps", "num_layers", "width", "context", "text_sha256")  # within a panel
+ALIKE = ("task", "num_steps", "num_layers", "width", "context", "text_sha256")  # within a panel
 PEERS = {"sparseloco": "SparseLoCo", "demo": "DeMo", "ef21": "EF21", "powersgd": "PowerSGD"}
 OURS = "ours"
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
@@ -55,9 +57,9 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """What is drawn of runs with so many workers."""
+    """What is drawn of runs that differ in their methods alone."""
 
-    num_workers: int
+    title: str
     dense: dict[str, float]  # losses, by optimizer
     kinds: dict[str, list[Point]]
     ring_bytes: float | None = None
@@ -65,31 +67,35 @@ class Panel(NamedTuple):
 
 
 def panels_of(folders: Sequence[Path]) -> list[Panel]:
-    """The rows of all folders, by number of workers."""
-    rows: dict[int, dict[tuple[str, float | None], Row]] = {}
-    settings: dict[int, dict[str, Any]] = {}
+    """The rows of all folders, by number of workers and by how the text is split."""
+    rows: dict[tuple[bool, int], dict[tuple[str, float | None], Row]] = {}
+    settings: dict[tuple[bool, int], dict[str, Any]] = {}
     for folder in folders:
         config = read_header(folder)["config"]
-        num_workers, told = config["num_workers"], {name: config.get(name) for name in ALIKE}
+        key, told = (config["split"] != "iid", config["num_workers"]), {n: config.get(n) for n in ALIKE}
         last = read_records(folder)[-1]
         told["bits_per_nat"] = (
             round(last["bits_per_byte"] / last["test_loss"], 6) if "bits_per_byte" in last else None
         )
-        if settings.setdefault(num_workers, told) != told:
+        if settings.setdefault(key, told) != told:
             names = ", ".join(ALIKE)
-            raise ValueError(f"runs with {num_workers} workers must be alike in {names}, got {folder}")
+            raise ValueError(f"runs with {key[1]} workers must be alike in {names}, got {folder}")
         for row in rows_in(folder).values():
             if "mean" in row:  # it is not only searched so far
-                rows.setdefault(num_workers, {}).setdefault((row["method"], row["density"]), row)
+                rows.setdefault(key, {}).setdefault((row["method"], row["density"]), row)
     return [
-        _panel(num_workers, [*found.values()], settings[num_workers]["bits_per_nat"])
-        for num_workers, found in sorted(rows.items())
+        _panel(
+            f"{key[1]} workers{', different files' * key[0]}",
+            [*found.values()],
+            settings[key]["bits_per_nat"],
+        )
+        for key, found in sorted(rows.items())
     ]
 
 
-def _panel(num_workers: int, rows: Sequence[Row], bits_per_nat: float | None) -> Panel:
+def _panel(title: str, rows: Sequence[Row], bits_per_nat: float | None) -> Panel:
     """A panel of these rows, with the methods of each kind in order of their bytes."""
-    panel, unit = Panel(num_workers, {}, {}, bits_per_nat=bits_per_nat), bits_per_nat or 1.0
+    panel, unit = Panel(title, {}, {}, bits_per_nat=bits_per_nat), bits_per_nat or 1.0
     for row in rows:
         num_bytes, method, optimizer = received_bytes(row), Method.read(row["method"]), str(row["optimizer"])
         if num_bytes is None:
@@ -156,7 +162,7 @@ def draw(panels: Sequence[Panel]) -> "Figure":
         row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
         for axes, panel in zip(row, panels, strict=True):
             _draw_marks(axes, panel, looks, highest)
-            axes.set_title(f"{panel.num_workers} workers")
+            axes.set_title(panel.title)
             axes.set_xlabel("bytes received per worker and step")
         room = (highest - min(means)) / 12
         row[0].set_ylim(min(means) - room, highest + room)
@@ -267,7 +273,7 @@ def describe(panels: Sequence[Panel]) -> str:
     for panel in panels:
         dense = [f"dense, {name}: {mean:.3f}" for name, mean in panel.dense.items()]
         points = [f"{k}: {p.mean:.3f} with {p.num_bytes:,.0f}" for k, ps in panel.kinds.items() for p in ps]
-        said.append(f"{panel.num_workers} workers: {'; '.join(dense + points)}.")
+        said.append(f"{panel.title}: {'; '.join(dense + points)}.")
     return " ".join(said)
 
 

@@ -17,6 +17,7 @@ from regtopk.lab.plan.exchange import Workload, exchange_of
 from regtopk.lab.plan.methods import PlannedMethod
 from tools.records import ROOT
 
+RACE = ROOT / "benchmarks/results/slow-network-gpt-race.json"
 BLOCK = re.compile(r"(<!-- made: ([\w-]+) ?(\d*) -->\n).*?<!-- end -->", re.DOTALL)
 NUMEL = 124_000_000  # of the model whose bytes are counted
 UPDATES = "exchange=updates"
@@ -113,6 +114,20 @@ def peers_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def race_table() -> str:
+    """Real ranks on a slow link, the soonest first: steps and time to a loss, and what was planned."""
+    rows = json.loads(RACE.read_text(encoding="utf-8"))["race"]
+    names = {row.words: name for name, row in peers.ROWS.items()}
+    dense_s = next(row["reached_s"] for row in rows if names[row["method"]] == "dense Muon")
+    lines = [line_of(["row", "steps", "time", "sooner", "planned"]), "|---|---:|---:|---:|---:|"]
+    for row in sorted(rows, key=lambda row: row["reached_s"]):
+        seconds, planned_s = row["reached_s"], row["predicted_s"]
+        planned = f"{planned_s / seconds - 1:+.0%}" if planned_s else "–"
+        times = f"{seconds:,.0f} s", f"{dense_s / seconds:.1f}"
+        lines.append(line_of([names[row["method"]], f"{row['reached_steps']:.0f}", *times, planned]))
+    return "\n".join(lines) + "\n"
+
+
 def _fixed(words: str) -> str:
     """What is not searched of a method's words, with spaces, so that a narrow page can break the line."""
     return " ".join(option for option in words.split(":") if "|" not in option)
@@ -121,6 +136,7 @@ def _fixed(words: str) -> str:
 OTHERS: dict[str, Callable[[], str]] = {
     "imputation": imputation_table,
     "peers": peers_table,
+    "race": race_table,
     "bytes": lambda: bytes_table((2, 8, 32, 64, 512), list(COUNTED)),
     "bytes-of-two": lambda: bytes_table((2, 8, 64), list(COUNTED)[::2]),
 }

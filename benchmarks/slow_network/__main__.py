@@ -13,6 +13,7 @@ touched but those made here. See README.md beside this file.
 """
 
 import argparse
+import shlex
 import sys
 
 from benchmarks.slow_network import delays, probe
@@ -39,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
     assert __doc__ is not None
     words = sys.argv[1:] if words is None else words
     options = parser(__doc__).parse_args(words)
-    command = "python -m benchmarks.slow_network " + " ".join(words)
+    command = "python -m benchmarks.slow_network " + shlex.join(words)
     try:
         with signals_raise():
             MEASUREMENTS[options.measurement](options, command)

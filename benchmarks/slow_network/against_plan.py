@@ -168,7 +168,12 @@ def _name(row: dict[str, Any]) -> str:
 
 def put_into(page: str, blocks: dict[str, str]) -> str:
     """The page with its marked blocks made anew."""
-    return BLOCK.sub(lambda found: f"<!-- made: {found[1]} -->\n\n{blocks[found[1]]}\n\n<!-- end -->", page)
+
+    def write(found: re.Match[str]) -> str:
+        name = found[1]  # other tables are made elsewhere
+        return f"<!-- made: {name} -->\n\n{blocks[name]}\n\n<!-- end -->" if name in blocks else found[0]
+
+    return BLOCK.sub(write, page)
 
 
 def main() -> None:

@@ -141,8 +141,7 @@ def _ours(method: PlannedMethod, numel: int, N: int) -> PlannedExchange:
     work += num_passes * [Work("pass", numel_units(numel))]
     if method.algorithm != "dense":
         is_sorted = method.algorithm == "consensus" or method.returned is not None
-        entries = k * (SORTING if is_sorted else 1)
-        select = {"calls": 1, "entries": entries, **numel_units(numel)}
+        select = {"calls": 1, "entries": k * (SORTING if is_sorted else 1), **numel_units(numel)}
         work.append(Work(f"select {_code(method)}", select))
     answers = answers_of(method, k, numel, N)
     return PlannedExchange(
@@ -209,8 +208,7 @@ def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: in
     piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
     costs = _code(method)
     coding = Work(f"sparse {costs}", {"calls": 1, "entries": 2 * k, "numel": owned})
-    back = all_gather(message, N)
-    back = told(back) if method.index_code == "rice" else back
+    back = told(all_gather(message, N)) if method.index_code == "rice" else all_gather(message, N)
     selection = Work(f"select {costs}", {"calls": 1, "entries": counts[1], **numel_units(owned)})
     summing = Work(f"sparse {costs}", {"calls": 1, "entries": (1 + N) * counts[1], "numel": numel})
     return [

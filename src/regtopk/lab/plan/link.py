@@ -34,8 +34,7 @@ class Move(NamedTuple):
             return num_hops * (link.latency_s + NCCL_HOP_S) + bytes_s
         message_s = bytes_s / max(1, self.num_messages)
         # gloo's receiver tells the sender first that it is ready; beside long messages that takes no time
-        ready_s = max(0.0, link.latency_s - message_s / 4)
-        hop_s = link.latency_s + ready_s
+        hop_s = link.latency_s + max(0.0, link.latency_s - message_s / 4)
         if self.kind.startswith("all_reduce"):  # its ring has two halves of a message under way
             hop_s = max(0.0, hop_s - message_s / 2)
         is_told_before = self.is_told and self.num_hops > 1  # else lengths travel with what they are of

@@ -22,10 +22,15 @@ UPDATES_DENSITIES = (0.01, 0.025, 0.05)  # of updates, unless told: rarer rounds
 EVERY = (1, 2)  # steps of a round of updates, unless told
 ADVISED_EVERY = (1, 2, 4, 8)  # of `ADVISED_UPDATES`, whole and in as many fragments
 RETURNED_UPDATES = "topk:density=0.01:returned=0.01:value_code=4bit"  # for many workers: docs/returned.md
-RETURNED_EVERY = 4
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
-DILOCO_EVERY = 16
 MOST_FRAGMENTS = 8
+# with Muon and few workers, beside the recipes: what sends least, and MuLoCo, whole, for links with latency
+_MUON = (
+    "topk:density=0.24:value_code=sign:index_code=rice:returned=0.3:exchange=updates:every=8:fragments=8"
+    ":outer=nesterov:outer_lr=0.7:outer_momentum=0.2",
+    "dense:value_code=4bit:sum_code=4bit:exchange=updates:every=32:outer=nesterov:outer_lr=0.9"
+    ":outer_momentum=0.6",
+)
 # a tenth of the bytes
 SLOWER_UPDATES = f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"
 # what docs/which-method.md advises with SGD and with AdamW, beside the recipes for Muon; a test compares
@@ -79,9 +84,9 @@ class PlannedMethod(NamedTuple):
         """The name in tables and figures: `dense` is DDP alone, not this library's coded exchange of it."""
         if not self.rounds.has_updates:
             return "dense, coded" if self.name == DENSE.name and self != DENSE else self.name
-        is_diloco = self.name == "dense" and self.rounds.outer == "nesterov"
-        turns = ", ".join(f"{name} {value}" for name, value in self.turns.items())
-        return f"{'DiLoCo' if is_diloco else f'{self.name} updates'}, {turns}"
+        is_diloco = self.algorithm == "dense" and self.rounds.outer == "nesterov"
+        name = self.name.replace("dense", "DiLoCo") if is_diloco else f"{self.name} updates"
+        return ", ".join([name, *(f"{key} {value}" for key, value in self.turns.items())])
 
     @property
     def turns(self) -> dict[str, int]:
@@ -112,6 +117,7 @@ def planned_methods(
     if exchange == "updates":
         if labels is None and optimizer == "muon":
             labels = [words_of(recipe, every) for recipe in recipes.for_workers(num_workers)]
+            labels += _MUON if every is None and num_workers < recipes.RETURNED_FROM else ()
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
         raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
@@ -122,7 +128,7 @@ def planned_methods(
 
 @cache
 def _advised() -> frozenset[PlannedMethod]:
-    labels = (*ADVISED, *(words_of(recipes.for_workers(n)[0]) for n in (2, recipes.RETURNED_FROM)))
+    labels = (*ADVISED, *_MUON, *(words_of(recipes.for_workers(n)[0]) for n in (2, recipes.RETURNED_FROM)))
     return frozenset(each for label in labels for each in _ways(Method.parse(label), ()))
 
 
@@ -140,13 +146,12 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
     if every is not None:
         check_integer("every", every, at_least=1, at_most=MOST)
     if labels is None:
-        found = [DILOCO.format(every or DILOCO_EVERY)]
+        found = [DILOCO.format(every or 16)]
         for n in [every] if every else ADVISED_EVERY:
             words = f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments="
             found += [f"{words}{parts}" for parts in sorted({1, min(n, MOST_FRAGMENTS)})]
-        if every is None:
-            found.append(SLOWER_UPDATES)
-        n = every or RETURNED_EVERY
+        found += [SLOWER_UPDATES] if every is None else []
+        n = every or 4
         return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={min(n, MOST_FRAGMENTS)}"]
     found = [label for label in labels if "exchange=" in label]
     for name, colon, rest in (label.partition(":") for label in labels if label not in found):

@@ -137,8 +137,7 @@ def _named(method: PlannedMethod) -> str:
 def as_code(method: PlannedMethod, inner: str = "optimizer") -> str:
     """The line of Python that does what a method of this library does."""
     algorithm = Method.parse(method.name).build(density=method.density, value_code=method.value_code)
-    given = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
-    told = {f.name: given[f.name] for f in fields(algorithm) if given[f.name] != f.default}
+    told = {f.name: x for f in fields(algorithm) if (x := getattr(algorithm, f.name)) != f.default}
     made = f"regtopk.{type(algorithm).__name__}({_arguments(told)})"
     coded = {} if method.index_code == INDEX_CODE else {"index_code": method.index_code}
     if not method.rounds.has_updates:
