@@ -4,23 +4,27 @@
 >>> print(recipe)
 >>> exchange = regtopk.UpdateExchange(model, [muon, adamw], recipe.algorithm, **recipe.options)
 
-docs/transformers.md and docs/returned.md say what was measured. The second recipe with `returned`, for links
-that are slower still, was not.
+docs/transformers.md, docs/returned.md and docs/comparisons.md say what was measured. The second recipe with
+`returned`, for links that are slower still, was not.
 """
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from regtopk.algorithms import TopK
+from regtopk.algorithms import Dense, TopK
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.link import Link
 from regtopk.core.options import check_integer, check_positive
 from regtopk.core.owners import num_owned
+from regtopk.core.regions import region_bytes
 from regtopk.errors import ArgumentError
+from regtopk.rounds import Outer
 
+INDEX_CODE = "elias-fano"  # of what names none
 # Workers: with Muon and as many bytes it is level or a little ahead with 8 (two texts), and far ahead with 32
 # and 64. 16 is not measured, and nothing is with AdamW alone.
 RETURNED_FROM = 17
@@ -34,53 +38,65 @@ class ExchangeRecipe:
         algorithm: what is run.
         every: local steps per round.
         fragments: parts of the model that are exchanged in turn.
+        outer: of the SGD that applies the aggregate; None: it is applied as it is.
+        index_code: how messages tell which entries they have.
     """
 
-    algorithm: TopK
+    algorithm: TopK | Dense
     every: int
     fragments: int
+    outer: Outer | None = None
+    index_code: str = INDEX_CODE
 
     @property
     def options(self) -> dict[str, Any]:
         """The keywords of `UpdateExchange`."""
-        return {"every": self.every, "fragments": self.fragments}
+        told = {} if self.index_code == INDEX_CODE else {"index_code": self.index_code}
+        outer = {"outer": partial(torch.optim.SGD, **self.outer._asdict())} if self.outer else {}
+        return {"every": self.every, "fragments": self.fragments, **told, **outer}
 
     @property
     def trips(self) -> float:
-        """How often messages cross the network per step."""
-        per_exchange = 1 if self.algorithm.returned is None else 2
-        return per_exchange * self.fragments / self.every
+        """How often messages cross the network per step: an agreement, to all or to owners, and back."""
+        is_gathered = isinstance(self.algorithm, TopK) and self.algorithm.returned is None
+        return (2 if is_gathered else 3) * self.fragments / self.every
 
     def received_bytes(self, numel: int, num_workers: int) -> float:
         """What a rank receives per step of a model of J parameters."""
-        size, others = math.ceil(numel / self.fragments), num_workers - 1
-        density, returned = self.algorithm.density, self.algorithm.returned
-        assert isinstance(density, float)
+        size, algorithm = math.ceil(numel / self.fragments), self.algorithm
 
-        def message(part: float, of: int) -> int:
-            codes = {"value_code": self.algorithm.value_code, "index_code": "elias-fano"}
+        def message(part: Any, of: int) -> int:
+            codes = {"value_code": algorithm.value_code, "index_code": self.index_code}
             return full_message_bytes(max(1, round(part * of)), of, dtype=torch.float32, **codes)
 
-        if returned is None:
-            per_exchange = message(density, size)
+        if isinstance(algorithm, Dense):
+            codes = algorithm.value_code, algorithm.sum_code
+            each = sum(max(region_bytes(size, num_workers, (), torch.float32, code)) for code in codes)
+        elif algorithm.returned is None:
+            each = message(algorithm.density, size)
         else:
             size = num_owned(size, num_workers)
-            per_exchange = message(density, size) + message(returned, size)
-        return others * per_exchange * self.fragments / self.every
+            each = message(algorithm.density, size) + message(algorithm.returned, size)
+        return (num_workers - 1) * each * self.fragments / self.every
 
 
 def _recipe(every: int, **options: Any) -> ExchangeRecipe:
     return ExchangeRecipe(TopK(value_code="2bit", **options), every, fragments=every)
 
 
-# In the order of their bytes, most first.
-_GATHERED = (_recipe(4, density=0.026, impute=0.15), _recipe(8, density=0.0041, impute=0.1))
+# In the order of the steps that they need to a loss, fewest first; MuLoCo is for links with latency.
+_FEW = (
+    _recipe(4, density=0.026, impute=0.15),
+    ExchangeRecipe(TopK(density=0.24, value_code="sign", returned=0.3), 8, 8, Outer(0.7, 0.2, True), "rice"),
+    ExchangeRecipe(Dense(value_code="4bit", sum_code="4bit"), 32, 1, Outer(0.9, 0.6, nesterov=True)),
+    _recipe(8, density=0.0041, impute=0.1),
+)
 _RETURNED = (_recipe(4, density=0.03, returned=0.03), _recipe(8, density=0.005, returned=0.005))
 
 
 def for_workers(num_workers: int) -> tuple[ExchangeRecipe, ...]:
-    """What we advise for so many workers, the most bytes first."""
-    return _RETURNED if num_workers >= RETURNED_FROM else _GATHERED
+    """What we advise for so many workers, what needs the fewest steps first."""
+    return _RETURNED if num_workers >= RETURNED_FROM else _FEW
 
 
 def transformer(
@@ -88,8 +104,9 @@ def transformer(
 ) -> ExchangeRecipe:
     """What to exchange for a transformer whose matrices are trained by Muon and the rest by AdamW.
 
-    Without a link it is the one with the most bytes. With a link it is the first, from the most bytes to the
-    fewest, whose messages take at most as long as the computation of a step, latency included.
+    Without a link it is the one that needs the fewest steps. With a link it is the first of them whose
+    messages take at most as long as the computation of a step, latency included; or else the one whose
+    messages take least.
 
     Args:
         num_workers: N.
@@ -109,7 +126,5 @@ def transformer(
     check_positive("step_s", step_s)
     assert numel is not None and step_s is not None
     alone = replace(link, compute_s=0.0)
-    for recipe in recipes:
-        if alone.time_s(recipe.received_bytes(numel, num_workers), recipe.trips) <= step_s:
-            return recipe
-    return recipes[-1]
+    times = [alone.time_s(recipe.received_bytes(numel, num_workers), recipe.trips) for recipe in recipes]
+    return recipes[next((n for n, time in enumerate(times) if time <= step_s), times.index(min(times)))]

@@ -51,10 +51,9 @@ def relative_steps(method: PlannedMethod, optimizer: str, num_workers: int = 8) 
 def _is_same(one: PlannedMethod, other: PlannedMethod) -> bool:
     """Whether they differ at most in how much they send, and when."""
     rounds, other_rounds = (method.rounds._replace(every=1, delay=0) for method in (one, other))
-    if one.algorithm != other.algorithm or rounds != other_rounds:
-        return False
-    if other in TORCH:
-        return True
+    is_same = one.algorithm == other.algorithm and rounds == other_rounds
+    if not is_same or other in TORCH:
+        return is_same
     built = [Method.parse(each.name).build(density=0.5, value_code=None) for each in (one, other)]
     return built[0] == built[1]
 

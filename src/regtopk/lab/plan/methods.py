@@ -1,6 +1,7 @@
 """The methods that are planned, and the words they are asked for with."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,27 +11,17 @@ from regtopk.core.codes import is_lossless
 from regtopk.core.options import MOST, check_choice, check_integer
 from regtopk.errors import ArgumentError
 from regtopk.lab.method import Method
+from regtopk.recipes import INDEX_CODE
 from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, GRADIENTS, Rounds
 
 CODES = ("float32", "4bit")  # of values, tried unless told; their costs are measured
 COSTS_OF = {"2bit": "4bit", "sign": "4bit", "bfloat16": "float32"}  # codes that are taken to cost the same
-INDEX_CODE = "elias-fano"  # unless told
 DENSITIES = (0.001, 0.01, 0.1)
 PLANNED = ("topk", "regtopk", "consensus", "dgc", "dense")  # whose work a calibration can tell
 CHOSEN = (*PLANNED[:3], "dgc:density=0.005:value_code=4bit")  # tried unless told: DGC as it is advised
 UPDATES_DENSITIES = (0.01, 0.025, 0.05)  # of updates, unless told: rarer rounds need more entries
-EVERY = (1, 2)  # steps of a round of updates, unless told
-ADVISED_EVERY = (1, 2, 4, 8)  # of `ADVISED_UPDATES`, whole and in as many fragments
 RETURNED_UPDATES = "topk:density=0.01:returned=0.01:value_code=4bit"  # for many workers: docs/returned.md
-DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 MOST_FRAGMENTS = 8
-# with Muon and few workers, beside the recipes: what sends least, and MuLoCo, whole, for links with latency
-_MUON = (
-    "topk:density=0.24:value_code=sign:index_code=rice:returned=0.3:exchange=updates:every=8:fragments=8"
-    ":outer=nesterov:outer_lr=0.7:outer_momentum=0.2",
-    "dense:value_code=4bit:sum_code=4bit:exchange=updates:every=32:outer=nesterov:outer_lr=0.9"
-    ":outer_momentum=0.6",
-)
 # a tenth of the bytes
 SLOWER_UPDATES = f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"
 # what docs/which-method.md advises with SGD and with AdamW, beside the recipes for Muon; a test compares
@@ -117,7 +108,6 @@ def planned_methods(
     if exchange == "updates":
         if labels is None and optimizer == "muon":
             labels = [words_of(recipe, every) for recipe in recipes.for_workers(num_workers)]
-            labels += _MUON if every is None and num_workers < recipes.RETURNED_FROM else ()
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
         raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
@@ -128,16 +118,18 @@ def planned_methods(
 
 @cache
 def _advised() -> frozenset[PlannedMethod]:
-    labels = (*ADVISED, *_MUON, *(words_of(recipes.for_workers(n)[0]) for n in (2, recipes.RETURNED_FROM)))
+    first = (*recipes.for_workers(2)[:-1], recipes.for_workers(recipes.RETURNED_FROM)[0])
+    labels = (*ADVISED, *map(words_of, first))
     return frozenset(each for label in labels for each in _ways(Method.parse(label), ()))
 
 
 def words_of(recipe: recipes.ExchangeRecipe, every: int | None = None) -> str:
     """A recipe in words, in rounds of its own length or of another."""
-    algorithm, num_steps = recipe.algorithm, every or recipe.every
-    told = {"density": algorithm.density, "value_code": algorithm.value_code}
-    told |= {"returned": algorithm.returned} if algorithm.returned else {"impute": algorithm.impute}
-    told |= {"exchange": "updates", "every": num_steps, "fragments": min(num_steps, MOST_FRAGMENTS)}
+    algorithm, num_steps, outer = recipe.algorithm, every or recipe.every, recipe.outer
+    parts = 1 if recipe.fragments == 1 else min(num_steps, MOST_FRAGMENTS)
+    told = {f.name: x for f in fields(algorithm) if (x := getattr(algorithm, f.name)) != f.default}
+    told |= {"exchange": "updates", "every": num_steps, "fragments": parts, "index_code": recipe.index_code}
+    told |= {"outer": "nesterov", "outer_lr": outer.lr, "outer_momentum": outer.momentum} if outer else {}
     return ":".join([algorithm.name, *(f"{name}={value}" for name, value in told.items())])
 
 
@@ -146,8 +138,8 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
     if every is not None:
         check_integer("every", every, at_least=1, at_most=MOST)
     if labels is None:
-        found = [DILOCO.format(every or 16)]
-        for n in [every] if every else ADVISED_EVERY:
+        found = [f"dense:exchange=updates:every={every or 16}:outer=nesterov:value_code=float32"]
+        for n in [every] if every else (1, 2, 4, 8):
             words = f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments="
             found += [f"{words}{parts}" for parts in sorted({1, min(n, MOST_FRAGMENTS)})]
         found += [SLOWER_UPDATES] if every is None else []
@@ -155,7 +147,7 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
         return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={min(n, MOST_FRAGMENTS)}"]
     found = [label for label in labels if "exchange=" in label]
     for name, colon, rest in (label.partition(":") for label in labels if label not in found):
-        found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in ([every] if every else EVERY)]
+        found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in ([every] if every else (1, 2))]
     return found
 
 

@@ -13,11 +13,11 @@ from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import POWERSGD_RANK
 from regtopk.lab.plan.learning import OPTIMIZERS, about
 from regtopk.lab.plan.link import NCCL_HOP_S
-from regtopk.lab.plan.methods import DENSE, FP16, INDEX_CODE, POWERSGD, TORCH, PlannedMethod
+from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
-from regtopk.recipes import RETURNED_FROM
+from regtopk.recipes import INDEX_CODE, RETURNED_FROM
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]

@@ -14,10 +14,7 @@ from regtopk.lab.plan.link import hidden_s
 from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
 
 EQUAL = 1.05  # methods whose times differ by less are equally fast
-LOWEST = 1e3  # bits per second, from which on a break-even is looked for
 FAST = 25e9  # from here on machines have RDMA or NVLink, which is not predicted: no compression is advised
-LONG_S = 0.01  # a latency from which on fragments, which multiply the exchanges, are not advised
-MOST_WORKERS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Situation:
     optimizer: str = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
-        check_integer("workers", self.num_workers, at_least=2, at_most=MOST_WORKERS)
+        check_integer("workers", self.num_workers, at_least=2, at_most=1_000_000)
 
     def at(self, bandwidth: float) -> "Situation":
         """The same on a link of another bandwidth."""
@@ -125,8 +122,6 @@ def best_of(predictions: Sequence[Prediction], link: Link) -> Prediction:
     if link.bandwidth >= FAST:
         return next(p for p in predictions if p.method == DENSE)
     ours = [p for p in predictions if p.method not in TORCH]
-    if link.latency_s >= LONG_S:
-        ours = [p for p in ours if p.method.rounds.fragments == 1] or ours
     advised = [p for p in ours if p.method.is_advised]
     advised = [p for p in advised if p.relative_steps is not None] or advised
     ours = advised or [p for p in ours if p.relative_steps is not None] or ours
@@ -144,7 +139,7 @@ def make_plan(situation: Situation, costs: Calibration, methods: Sequence[Planne
         there = situation.at(bandwidth)
         return best_of([predict(method, there, costs) for method in methods], there.link).method
 
-    low, high, break_even = LOWEST, FAST, None
+    low, high, break_even = 1e3, FAST, None  # bits per second
     if best_at(low) not in UNCOMPRESSED:
         while high / low > 1.001:
             middle = (low * high) ** 0.5
