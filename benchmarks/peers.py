@@ -155,7 +155,7 @@ TABLES = {
     "enwik8-8-again": Table(168_000, "--tokens bytes", NEAR, lr_shares=(1,), seeds="4-6"),
     "enwik8-8-beta2": Table(168_000, "--tokens bytes", LARGE, (1,), BETAS, seeds="4-6"),
     "enwik8-8-few": Table(42_000, "--tokens bytes", tuple(FEW), (0.5, 1), FEW),
-    "enwik8-8-sorted": Table(168_000, "--tokens bytes --split sorted", lr_shares=(1,)),
+    "enwik8-8-sorted": Table(168_000, "--tokens bytes --split sorted", LARGE, lr_shares=(1,)),
     "enwik8-32": Table(
         186_000,
         "--tokens bytes --workers 32 --set batch_size=4",
@@ -187,7 +187,7 @@ def words_for(table: Table, name: str, folder: Path = PICKED) -> str:
         return words
     found = [record["search"]["picked"] for record in read_records(folder) if record["method"] == words]
     if not found:
-        raise SystemExit(f"rows of this table must be recorded in {folder} first, got {name}")
+        raise SystemExit(f"rows of this table must be recorded in {folder} first, which has no {name}")
     picked = found[-1] | table.instead.get(name, {})
     is_alike = table.dense_is_alike and name.startswith("dense")
     lrs = [f"{share * float(picked['lr']):g}" for share in ((1,) if is_alike else table.lr_shares)]

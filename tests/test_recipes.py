@@ -27,23 +27,27 @@ def check_bytes(recipe: recipes.ExchangeRecipe, num_workers: int) -> None:
     assert recipe.received_bytes(NUMEL, num_workers) == pytest.approx(counted, rel=0.03)
 
 
-def test_a_slow_link_and_many_workers_get_fewer_bytes() -> None:
-    fast, slow = (
-        recipes.transformer(8, numel=NUMEL, step_s=0.1, link=Link(bandwidth=bandwidth))
-        for bandwidth in (1e9, 1e5)
-    )
-    assert fast == recipes.transformer(8)
-    far = Link(bandwidth=1e9, latency_s=0.2)
-    whole = recipes.transformer(8, numel=NUMEL, step_s=0.1, link=far)
-    assert whole.fragments == 1 and isinstance(whole.algorithm, regtopk.Dense)
-    made = whole.options["outer"]([torch.zeros(2, requires_grad=True)])
-    assert made.defaults["nesterov"] and made.defaults["momentum"] == 0.6
-    assert whole == recipes.transformer(8, numel=NUMEL, step_s=1e-9, link=far)  # none is fast enough
-    assert slow.received_bytes(NUMEL, 8) < fast.received_bytes(NUMEL, 8) / 5
+def test_messages_and_latencies_per_step() -> None:
+    gathered, returned, whole, few = recipes.for_workers(8)
+    assert [recipe.trips for recipe in (gathered, returned, whole, few)] == [4, 6, 6 / 16, 4]
+    assert gathered.options == {"every": 4, "fragments": 4} and few.options == {"every": 8, "fragments": 8}
+    assert returned.options["index_code"] == "rice" and "index_code" not in whole.options
+    for recipe in (returned, whole):
+        outer, told = recipe.options["outer"]([torch.zeros(2, requires_grad=True)]), recipe.outer
+        assert told and {name: outer.defaults[name] for name in told._fields} == told._asdict()
+
+
+def test_the_soonest_is_chosen() -> None:
+    def chosen(**link: float) -> recipes.ExchangeRecipe:
+        return recipes.transformer(8, numel=4_800_000, step_s=0.03, link=Link(**link))
+
+    gathered, returned, whole, _ = recipes.for_workers(8)
+    assert chosen(bandwidth=1e10) == gathered == recipes.transformer(8)
+    assert chosen(bandwidth=1e7) == returned  # the fewest bytes of those with few steps
+    assert chosen(bandwidth=1e8, latency_s=0.02) == whole
     many = [recipes.transformer(64).received_bytes(124_000_000, n) for n in (64, 256)]
     assert many[1] < 1.05 * many[0]
-    assert recipes.transformer(8).options == {"every": 4, "fragments": 4}
-    assert "impute=0.15" in repr(recipes.transformer(8)) and "returned=0.03" in repr(recipes.transformer(64))
+    assert "impute=0.15" in repr(gathered) and "returned=0.03" in repr(recipes.transformer(64))
 
 
 def test_an_exchange_takes_one_as_it_is() -> None:

@@ -1,6 +1,6 @@
 """Draw the loss of recorded GPTs against the bytes that a worker receives.
 
-There is a panel for each number of workers, and one more where workers read different files.
+There is a panel for each number of workers, and one more where workers read different text.
 
 ``python -m tools.frontier FOLDER ... PICTURE``, where PICTURE is an SVG, for light and dark pages, or a PNG.
 
@@ -85,7 +85,7 @@ def panels_of(folders: Sequence[Path]) -> list[Panel]:
                 rows.setdefault(key, {}).setdefault((row["method"], row["density"]), row)
     return [
         _panel(
-            f"{key[1]} workers{', different files' * key[0]}",
+            f"{key[1]} workers{', different text' * key[0]}",
             [*found.values()],
             settings[key]["bits_per_nat"],
         )

@@ -8,9 +8,12 @@ has the best.
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import isfinite
 from typing import Any
 
 from benchmarks import peers
+from benchmarks.slow_network.gpt_picked import read_picked
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.lab.method import Method
 from regtopk.lab.plan.exchange import Workload, exchange_of
@@ -20,6 +23,7 @@ from tools.records import ROOT
 RACE = ROOT / "benchmarks/results/slow-network-gpt-race.json"
 BLOCK = re.compile(r"(<!-- made: ([\w-]+) ?(\d*) -->\n).*?<!-- end -->", re.DOTALL)
 NUMEL = 124_000_000  # of the model whose bytes are counted
+DENSE = "dense Muon"  # whose losses are raced to
 UPDATES = "exchange=updates"
 EDGE = "at the grid's edge"
 COUNTED = {  # as the page calls it: a method
@@ -115,16 +119,29 @@ def peers_table() -> str:
 
 
 def race_table() -> str:
-    """Real ranks on a slow link, the soonest first: steps and time to a loss, and what was planned."""
-    rows = json.loads(RACE.read_text(encoding="utf-8"))["race"]
+    """Real ranks on a slow link: the time to three losses, the soonest first, and what was planned."""
+    content = json.loads(RACE.read_text(encoding="utf-8"))
+    recorded, seed = (
+        read_picked([ROOT / folder for folder in content["settings"]["picked"]]),
+        content["settings"]["seed"],
+    )
     names = {row.words: name for name, row in peers.ROWS.items()}
-    dense_s = next(row["reached_s"] for row in rows if names[row["method"]] == "dense Muon")
-    lines = [line_of(["row", "steps", "time", "sooner", "planned"]), "|---|---:|---:|---:|---:|"]
-    for row in sorted(rows, key=lambda row: row["reached_s"]):
-        seconds, planned_s = row["reached_s"], row["predicted_s"]
-        planned = f"{planned_s / seconds - 1:+.0%}" if planned_s else "–"
-        times = f"{seconds:,.0f} s", f"{dense_s / seconds:.1f}"
-        lines.append(line_of([names[row["method"]], f"{row['reached_steps']:.0f}", *times, planned]))
+    rows = {names[row["method"]]: row for row in content["race"]}
+    steps = {
+        names[m.label]: partial(m.steps_to, seed=seed) for m in recorded.methods if names[m.label] in rows
+    }
+    targets = [recorded.target(peers.ROWS[DENSE].words, share) for share in (0.8, 0.85)]
+    later = [f"to {target:.3f}" for target in targets]
+    first = f"to {content['settings']['target']:.3f}"
+    lines = [line_of(["row", first, "sooner", *later, "planned"]), "|---|---:|---:|---:|---:|---:|"]
+    for name in sorted(rows, key=lambda name: rows[name]["reached_s"]):
+        row, seconds = rows[name], rows[name]["reached_s"]
+        cells = [name, f"{seconds:,.0f} s", f"{rows[DENSE]['reached_s'] / seconds:.1f}"]
+        for target in targets:
+            needed = steps[name](target)
+            cells.append(f"{row['step_s'] * needed:,.0f} s" if isfinite(needed) else "never")
+        cells.append(f"{row['predicted_s'] / seconds - 1:+.0%}" if row["predicted_s"] else "–")
+        lines.append(line_of(cells))
     return "\n".join(lines) + "\n"
 
 

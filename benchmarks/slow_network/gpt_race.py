@@ -74,9 +74,12 @@ class GptRace:
 
     @property
     def methods(self) -> list[Picked]:
-        """That are raced: all, or those whose words begin as the options say."""
-        found = self.recorded.methods
-        return [m for m in found if not self.options.only or m.label in self.options.only]
+        """That are raced: all, or those that the options name."""
+        found, only = self.recorded.methods, self.options.only
+        if unknown := set(only) - {m.label for m in found}:
+            labels = [m.label for m in found]
+            raise ArgumentError(f"only must be recorded methods, of {labels}, got {sorted(unknown)}")
+        return [m for m in found if not only or m.label in only]
 
     def run(self) -> str:
         """Check the link, time the computation, race what is missing, and predict."""

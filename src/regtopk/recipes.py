@@ -4,8 +4,7 @@
 >>> print(recipe)
 >>> exchange = regtopk.UpdateExchange(model, [muon, adamw], recipe.algorithm, **recipe.options)
 
-docs/transformers.md, docs/returned.md and docs/comparisons.md say what was measured. The second recipe with
-`returned`, for links that are slower still, was not.
+docs/transformers.md, docs/returned.md and docs/comparisons.md say what was measured.
 """
 
 import math
@@ -36,6 +35,7 @@ class ExchangeRecipe:
 
     Args:
         algorithm: what is run.
+        steps: to a loss that dense training has after a third of its steps, over dense's.
         every: local steps per round.
         fragments: parts of the model that are exchanged in turn.
         outer: of the SGD that applies the aggregate; None: it is applied as it is.
@@ -43,6 +43,7 @@ class ExchangeRecipe:
     """
 
     algorithm: TopK | Dense
+    steps: float
     every: int
     fragments: int
     outer: Outer | None = None
@@ -57,9 +58,9 @@ class ExchangeRecipe:
 
     @property
     def trips(self) -> float:
-        """How often messages cross the network per step: an agreement, to all or to owners, and back."""
+        """Latencies per step: two a collective, as gloo's receivers first say that they are ready."""
         is_gathered = isinstance(self.algorithm, TopK) and self.algorithm.returned is None
-        return (2 if is_gathered else 3) * self.fragments / self.every
+        return 2 * (2 if is_gathered else 3) * self.fragments / self.every  # an agreement is one of them
 
     def received_bytes(self, numel: int, num_workers: int) -> float:
         """What a rank receives per step of a model of J parameters."""
@@ -80,23 +81,24 @@ class ExchangeRecipe:
         return (num_workers - 1) * each * self.fragments / self.every
 
 
-def _recipe(every: int, **options: Any) -> ExchangeRecipe:
-    return ExchangeRecipe(TopK(value_code="2bit", **options), every, fragments=every)
+def _recipe(steps: float, every: int, **options: Any) -> ExchangeRecipe:
+    return ExchangeRecipe(TopK(value_code="2bit", **options), steps, every, fragments=every)
 
 
-# In the order of the steps that they need to a loss, fewest first; MuLoCo is for links with latency.
+_SIGNS = TopK(density=0.24, value_code="sign", returned=0.3)
+# The third is MuLoCo, in one piece for links with latency. The last ends far behind, and is never chosen.
 _FEW = (
-    _recipe(4, density=0.026, impute=0.15),
-    ExchangeRecipe(TopK(density=0.24, value_code="sign", returned=0.3), 8, 8, Outer(0.7, 0.2, True), "rice"),
-    ExchangeRecipe(Dense(value_code="4bit", sum_code="4bit"), 32, 1, Outer(0.9, 0.6, nesterov=True)),
-    _recipe(8, density=0.0041, impute=0.1),
+    _recipe(1.17, 4, density=0.026, impute=0.15),
+    ExchangeRecipe(_SIGNS, 1.22, 8, 8, Outer(0.7, 0.2, nesterov=True), "rice"),
+    ExchangeRecipe(Dense(value_code="2bit", sum_code="2bit"), 1.3, 16, 1, Outer(0.7, 0.6, nesterov=True)),
+    _recipe(2.55, 8, density=0.0041, impute=0.1),
 )
-_RETURNED = (_recipe(4, density=0.03, returned=0.03), _recipe(8, density=0.005, returned=0.005))
+_MANY = (_recipe(2.01, 4, density=0.03, returned=0.03),)
 
 
 def for_workers(num_workers: int) -> tuple[ExchangeRecipe, ...]:
-    """What we advise for so many workers, what needs the fewest steps first."""
-    return _RETURNED if num_workers >= RETURNED_FROM else _FEW
+    """What we advise for so many workers; what needs the fewest steps first."""
+    return _MANY if num_workers >= RETURNED_FROM else _FEW
 
 
 def transformer(
@@ -104,15 +106,14 @@ def transformer(
 ) -> ExchangeRecipe:
     """What to exchange for a transformer whose matrices are trained by Muon and the rest by AdamW.
 
-    Without a link it is the one that needs the fewest steps. With a link it is the first of them whose
-    messages take at most as long as the computation of a step, latency included; or else the one whose
-    messages take least.
+    Without a link it is the one that needs the fewest steps to a loss. With a link it is the one whose steps
+    take the least time in all: computation, messages and latency.
 
     Args:
         num_workers: N.
         numel: the model's parameters; with a link only.
         step_s: seconds that a step computes; with a link only.
-        link: what is known of the link between ranks.
+        link: between ranks, with its latency one way.
     """
     check_integer("num_workers", num_workers, at_least=1)
     recipes = for_workers(num_workers)
@@ -125,6 +126,5 @@ def transformer(
     check_integer("numel", numel, at_least=1)
     check_positive("step_s", step_s)
     assert numel is not None and step_s is not None
-    alone = replace(link, compute_s=0.0)
-    times = [alone.time_s(recipe.received_bytes(numel, num_workers), recipe.trips) for recipe in recipes]
-    return recipes[next((n for n, time in enumerate(times) if time <= step_s), times.index(min(times)))]
+    time_s = replace(link, compute_s=step_s).time_s
+    return min(recipes[:3], key=lambda r: r.steps * time_s(r.received_bytes(numel, num_workers), r.trips))

@@ -23,6 +23,8 @@ METHODS = (
     SEARCHED,
     "topk:value_code=4bit:exchange=updates:every=4:delay=1:fragments=2",
     "sparseloco:value_code=2bit:exchange=updates:every=2",
+    "dense:value_code=2bit:sum_code=2bit:exchange=updates:every=4:outer=nesterov",
+    "topk:value_code=sign:index_code=rice:returned=0.2:exchange=updates:every=2:fragments=2:outer=nesterov",
 )
 
 
@@ -67,6 +69,8 @@ def test_the_race(picked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert table(content) in shown and "timed 4 steps, 6 needed" in shown
 
+    assert main([*words, "--only", "muon"]) == 1
+    assert "only must be recorded methods, of ['dense'" in capsys.readouterr().err
     assert main([*words, "--target-at", "0.6"]) == 1
     assert f"out must hold results of the same race, but {out} has another" in capsys.readouterr().err
 
@@ -76,7 +80,7 @@ def test_what_was_picked(picked: Path) -> None:
     assert [method.label for method in recorded.methods] == list(METHODS)
     searched = recorded.methods[1].method
     assert searched.lr in (0.1, 0.2) and searched.options["density"] == 0.05 and searched.rounds.every == 2
-    assert [method.is_plain for method in recorded.methods] == [True, False, False, False]
+    assert [method.is_plain for method in recorded.methods] == [True] + 5 * [False]
     with pytest.raises(ArgumentError, match=r"target-of must be a recorded method, one of .* got 'muon'"):
         recorded.target("muon", 0.75)
 

@@ -71,6 +71,12 @@ def test_the_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "rows must be of dense AdamW, dense Muon, ours, ours with returned," in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", peers.TABLES)
+def test_all_that_a_table_takes_is_recorded(name: str) -> None:
+    table = peers.TABLES[name]
+    assert all(peers.words_for(table, row) for row in table.rows)
+
+
 def test_rows_that_ran_side_by_side_become_one_folder(tmp_path: Path) -> None:
     header = {"title": "", "about": "", "command": "", "versions": {}}
     for row, hardware in (("one", "a GPU"), ("other", None)):
