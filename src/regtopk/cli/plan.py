@@ -135,10 +135,8 @@ def _measured(device: str, path: Path) -> Calibration:
     typer.echo(f"regtopk: measuring what work costs on this machine, for about a minute ({path})", err=True)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
     if load > BUSY * (os.cpu_count() or 1):
-        typer.echo(
-            f"regtopk: the machine is busy (load {load:.1f}), so costs are too high: --recalibrate later",
-            err=True,
-        )
+        said = f"regtopk: the machine is busy (load {load:.1f}), so costs are too high: --recalibrate later"
+        typer.echo(said, err=True)
     with progress_bar("calibration") as progress:
         costs = calibrate(device, progress)
     try:

@@ -103,6 +103,11 @@ def test_with_muon_the_recipes_are_planned_by_their_records(workers: int) -> Non
     assert rows[0]["relative_steps"] == min(row["relative_steps"] for row in rows) > 1
 
 
+def test_a_density_that_would_change_nothing_is_refused() -> None:
+    code, _, err = invoke(*SMALL, "--optimizer", "muon", "--density", "0.01")
+    assert code == 2 and "density must not be given with Muon's recipes, got [0.01]" in err
+
+
 def test_over_a_link_with_latency_whole_rounds_are_advised_with_muon() -> None:
     words = "--params 124M --workers 8 --bandwidth 100Mbit/s --step-time 100ms --optimizer muon --device cuda"
     for latency_ms, said in ((0.1, "regtopk.TopK(density=0.24"), (20, "regtopk.Dense(")):

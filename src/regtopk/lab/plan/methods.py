@@ -107,6 +107,8 @@ def planned_methods(
     check_choice("exchange", exchange, EXCHANGES)
     if exchange == "updates":
         if labels is None and optimizer == "muon":
+            if densities:
+                raise ArgumentError(f"density must not be given with Muon's recipes, got {list(densities)}")
             labels = [words_of(recipe, every) for recipe in recipes.for_workers(num_workers)]
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
