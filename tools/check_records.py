@@ -48,7 +48,10 @@ def check_plan() -> Failures:
         if row["is_planned"] and abs(row["off"]) > WITHIN:
             yield f"a predicted step must be within {WITHIN:.0%}, got {row['off']:+.0%}: {_named(row)}"
     page = (ROOT / "docs" / "when-it-pays.md").read_text(encoding="utf-8")
-    if against_plan.put_into(page, against_plan.tables(rows)) != page:
+    made = against_plan.tables(rows)
+    for name in {found[1] for found in against_plan.BLOCK.finditer(page)} - {*made, *tables.OTHERS}:
+        yield f"docs/when-it-pays.md must name a table that is made, got {name}"
+    if against_plan.put_into(page, made) != page:
         command = "python -m benchmarks.slow_network.against_plan --into docs/when-it-pays.md"
         yield f"docs/when-it-pays.md must show the records: {command}"
     steps = json.loads((RESULTS / "slow-network-delays.json").read_text())["steps"]
