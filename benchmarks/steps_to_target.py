@@ -74,7 +74,7 @@ TASKS = {
         measure="test_loss",
         runs={
             1.0: ("gpt-muon", "gpt-muon-5000", "gpt-returned-8", "gpt-returned-32", "gpt-returned-64"),
-            1.417: ("enwik8-8",),
+            1.417: ("enwik8-8", "enwik8-32"),
         },
         hooks="slow-network-gpt.json",
         optimizer="muon",

@@ -47,7 +47,7 @@ def test_the_soonest_is_chosen() -> None:
     assert chosen(bandwidth=1e8, latency_s=0.02) == whole
     many = [recipes.transformer(64).received_bytes(124_000_000, n) for n in (64, 256)]
     assert many[1] < 1.05 * many[0]
-    assert "impute=0.15" in repr(gathered) and "returned=0.03" in repr(recipes.transformer(64))
+    assert "impute=0.15" in repr(gathered) and "returned=0.3" in repr(recipes.transformer(64))
 
 
 def test_an_exchange_takes_one_as_it_is() -> None:

@@ -27,8 +27,6 @@ from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
 from regtopk.lab.report import write_report
 
 SHOWN_DENSITIES = "; of updates ".join(",".join(map(str, each)) for each in (DENSITIES, UPDATES_DENSITIES))
-LARGE = 100_000_000  # parameters, above which GPUs are thought to train
-BUSY = 0.5  # of a core, taken by others: what is measured then is no cost of ours
 USUAL_DEVICE = "cuda if torch finds a GPU, or above 100M parameters"
 SHOWN_ONLY = ("out", "force", "as_json", "recalibrate")  # options that do not change the plan
 
@@ -124,7 +122,7 @@ def _usual_device(numel: int) -> tuple[str, str]:
     """What is planned for unless told, and why."""
     if torch.cuda.is_available():
         return "cuda", "torch finds one"
-    if numel > LARGE:
+    if numel > 100_000_000:
         return "cuda", "more than 100M parameters; --device cpu plans for CPUs"
     return "cpu", "no GPU here, and at most 100M parameters; --device cuda plans for GPUs"
 
@@ -134,7 +132,7 @@ def _measured(device: str, path: Path) -> Calibration:
     check_device("device", device)
     typer.echo(f"regtopk: measuring what work costs on this machine, for about a minute ({path})", err=True)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
-    if load > BUSY * (os.cpu_count() or 1):
+    if load > 0.5 * (os.cpu_count() or 1):
         said = f"regtopk: the machine is busy (load {load:.1f}), so costs are too high: --recalibrate later"
         typer.echo(said, err=True)
     with progress_bar("calibration") as progress:

@@ -120,8 +120,8 @@ def planned_methods(
 
 @cache
 def _advised() -> frozenset[PlannedMethod]:
-    first = (*recipes.for_workers(2)[:-1], recipes.for_workers(recipes.RETURNED_FROM)[0])
-    labels = (*ADVISED, *map(words_of, first))
+    advised = (*recipes.for_workers(2)[:-1], *recipes.for_workers(recipes.RETURNED_FROM))
+    labels = (*ADVISED, *map(words_of, advised))
     return frozenset(each for label in labels for each in _ways(Method.parse(label), ()))
 
 
