@@ -15,7 +15,7 @@ NUMEL = 400_000
 
 @pytest.mark.parametrize("num_workers", [4, 24])
 def test_bytes_are_those_of_the_simulator(num_workers: int) -> None:
-    for recipe in recipes.for_workers(num_workers):
+    for recipe in (*recipes.for_workers(num_workers), recipes.SLOWER):
         check_bytes(recipe, num_workers)
 
 
@@ -28,7 +28,7 @@ def check_bytes(recipe: recipes.ExchangeRecipe, num_workers: int) -> None:
 
 
 def test_messages_and_latencies_per_step() -> None:
-    gathered, returned, whole, few = recipes.for_workers(8)
+    (gathered, returned, whole), few = recipes.for_workers(8), recipes.SLOWER
     assert [recipe.trips for recipe in (gathered, returned, whole, few)] == [4, 6, 6 / 16, 4]
     assert gathered.options == {"every": 4, "fragments": 4} and few.options == {"every": 8, "fragments": 8}
     assert returned.options["index_code"] == "rice" and "index_code" not in whole.options
@@ -41,7 +41,7 @@ def test_the_soonest_is_chosen() -> None:
     def chosen(**link: float) -> recipes.ExchangeRecipe:
         return recipes.transformer(8, numel=4_800_000, step_s=0.03, link=Link(**link))
 
-    gathered, returned, whole, _ = recipes.for_workers(8)
+    gathered, returned, whole = recipes.for_workers(8)
     assert chosen(bandwidth=1e10) == gathered == recipes.transformer(8)
     assert chosen(bandwidth=1e7) == returned  # the fewest bytes of those with few steps
     assert chosen(bandwidth=1e8, latency_s=0.02) == whole

@@ -8,7 +8,6 @@ has the best.
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -118,27 +117,26 @@ def peers_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def race_rows() -> dict[str, dict[str, Any]]:
+    """What real ranks took on a slow link, by the names of the comparison's rows."""
+    names = {row.words: name for name, row in peers.ROWS.items()}
+    return {names[row["method"]]: row for row in json.loads(RACE.read_text(encoding="utf-8"))["race"]}
+
+
 def race_table() -> str:
     """Real ranks on a slow link: the time to three losses, the soonest first, and what was planned."""
-    content = json.loads(RACE.read_text(encoding="utf-8"))
-    recorded, seed = (
-        read_picked([ROOT / folder for folder in content["settings"]["picked"]]),
-        content["settings"]["seed"],
-    )
-    names = {row.words: name for name, row in peers.ROWS.items()}
-    rows = {names[row["method"]]: row for row in content["race"]}
-    steps = {
-        names[m.label]: partial(m.steps_to, seed=seed) for m in recorded.methods if names[m.label] in rows
-    }
+    settings, rows = json.loads(RACE.read_text(encoding="utf-8"))["settings"], race_rows()
+    recorded = read_picked([ROOT / folder for folder in settings["picked"]])
+    methods = {method.label: method for method in recorded.methods}
     targets = [recorded.target(peers.ROWS[DENSE].words, share) for share in (0.8, 0.85)]
     later = [f"to {target:.3f}" for target in targets]
-    first = f"to {content['settings']['target']:.3f}"
+    first = f"to {settings['target']:.3f}"
     lines = [line_of(["row", first, "sooner", *later, "planned"]), "|---|---:|---:|---:|---:|---:|"]
     for name in sorted(rows, key=lambda name: rows[name]["reached_s"]):
         row, seconds = rows[name], rows[name]["reached_s"]
         cells = [name, f"{seconds:,.0f} s", f"{rows[DENSE]['reached_s'] / seconds:.1f}"]
         for target in targets:
-            needed = steps[name](target)
+            needed = methods[row["method"]].steps_to(target, settings["seed"])
             cells.append(f"{row['step_s'] * needed:,.0f} s" if isfinite(needed) else "never")
         cells.append(f"{row['predicted_s'] / seconds - 1:+.0%}" if row["predicted_s"] else "–")
         lines.append(line_of(cells))

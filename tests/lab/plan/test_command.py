@@ -86,19 +86,20 @@ def test_what_comes_back_in_part_is_as_long_for_any_number_of_workers() -> None:
     assert received["topk:impute=0.35", 512] > 30 * received["topk:impute=0.35", 8]
 
 
-@pytest.mark.parametrize("workers", [8, 64])
+@pytest.mark.parametrize("workers", [8, 32, 64])
 def test_with_muon_the_recipes_are_planned_by_their_records(workers: int) -> None:
     found = plan(*SMALL, "--params", "124M", "--workers", f"{workers}", "--optimizer", "muon")
     assert found["inputs"]["optimizer"] == "muon" and found["inputs"]["exchange"] == "updates"
     rows = [r for r in found["methods"] if r["exchange"] == "updates"]
-    for recipe, row in zip(recipes.for_workers(workers), rows, strict=True):
+    slower = [recipes.SLOWER] if workers == 8 else []
+    for recipe, row in zip([*recipes.for_workers(workers), *slower], rows, strict=True):
         assert row["density"] == getattr(recipe.algorithm, "density", 1.0)
         assert (row["every"], row["fragments"]) == (recipe.every, recipe.fragments)
         assert row["received_bytes_per_step"] == pytest.approx(
             recipe.received_bytes(124_000_000, workers),
             rel=0.03,  # agreements and sizes beside messages
         )
-        if workers == 8:
+        if workers < 64:  # with 64 there is a record of one alone
             assert row["relative_steps"] == pytest.approx(recipe.steps, abs=0.005)
     assert rows[0]["relative_steps"] == min(row["relative_steps"] for row in rows) > 1
 

@@ -109,7 +109,8 @@ def planned_methods(
         if labels is None and optimizer == "muon":
             if densities:
                 raise ArgumentError(f"density must not be given with Muon's recipes, got {list(densities)}")
-            labels = [words_of(recipe, every) for recipe in recipes.for_workers(num_workers)]
+            slower = (recipes.SLOWER,) if num_workers < recipes.RETURNED_FROM else ()
+            labels = [words_of(recipe, every) for recipe in (*recipes.for_workers(num_workers), *slower)]
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
         raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
@@ -120,9 +121,8 @@ def planned_methods(
 
 @cache
 def _advised() -> frozenset[PlannedMethod]:
-    advised = (*recipes.for_workers(2)[:-1], *recipes.for_workers(recipes.RETURNED_FROM))
-    labels = (*ADVISED, *map(words_of, advised))
-    return frozenset(each for label in labels for each in _ways(Method.parse(label), ()))
+    measured = map(words_of, (*recipes.for_workers(2), *recipes.for_workers(recipes.RETURNED_FROM)))
+    return frozenset(each for label in (*ADVISED, *measured) for each in _ways(Method.parse(label), ()))
 
 
 def words_of(recipe: recipes.ExchangeRecipe, every: int | None = None) -> str:
