@@ -102,10 +102,7 @@ ROWS = {
     "EF21-Muon both ways": Row(f"{LMO}:returned=0.0025|0.005|0.01", "another way back"),
     "PowerSGD of rank 1": Row("powersgd:rank=1:value_code=bfloat16:optimizer=adamw|muon:weight_decay=0|0.1"),
 }  # fmt: skip
-ADVISED = {  # by docs/which-method.md: the learning rate alone is searched
-    "advised with Muon": Row(
-        f"topk:value_code=2bit:{OURS}:every=4:fragments=every:density=0.026:impute=0.15"
-    ),
+ADVISED = {  # by docs/which-method.md, beside ours with returned: the learning rate alone is searched
     "advised with AdamW": Row(
         f"topk:value_code=4bit:{UPDATES}:every=2:fragments=every:density=0.01:impute=0.35"
     ),

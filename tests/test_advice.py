@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import regtopk
+from regtopk import recipes
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.method import Method
 from regtopk.lab.plan.methods import ADVISED, PlannedMethod, planned_methods
@@ -26,9 +27,14 @@ def made(text: str) -> list[Any]:
     return [eval(f"regtopk.{name}({options})", {"regtopk": regtopk}) for name, options in CODE.findall(text)]
 
 
+def use(section: str) -> str:
+    """What a section of which-method.md says to use."""
+    return read("docs/which-method.md").split(f"## {section}\n")[1].split("\n- **Learning rate**")[0]
+
+
 def advised(section: str) -> tuple[Any, dict[str, int]]:
-    """What a section of which-method.md says to use: an algorithm, and the options of a round."""
-    page = read("docs/which-method.md").split(f"## {section}\n")[1].split("\n- **Learning rate**")[0]
+    """An algorithm, and the options of a round."""
+    page = use(section)
     rounds = {name: int(value) for name, value in re.findall(r"\b(every|fragments)=(\d)", page)}
     return made(page)[0], rounds
 
@@ -46,8 +52,24 @@ def test_the_readmes_table_is_that_of_the_page() -> None:
 
 def test_the_recipe_is_that_of_the_page() -> None:
     algorithm, rounds = advised(MUON)
-    recipe = regtopk.recipes.transformer(8)
-    assert (recipe.algorithm, recipe.options) == (algorithm, rounds)
+    few, many = (regtopk.recipes.transformer(num_workers) for num_workers in (8, 17))
+    assert few.algorithm == many.algorithm == algorithm
+    for recipe, settings in zip(
+        (few, many), re.findall(r"lr=([\d.]+), momentum=([\d.]+)", use(MUON)), strict=True
+    ):
+        told = recipe.options
+        assert {
+            name: told[name] for name in rounds
+        } == rounds and f'index_code="{told["index_code"]}"' in use(MUON)
+        assert tuple(told["outer"].keywords[name] for name in ("lr", "momentum")) == tuple(
+            map(float, settings)
+        )
+    whole = recipes.for_workers(8)[1]
+    page = read("docs/which-method.md").split("**Over a link with latency**")[1].split("\n- ")[0]
+    assert whole.algorithm in [eval(f"regtopk.{code}") for code in re.findall(r"Dense\([^()]*\)", page)]
+    assert (
+        f"every={whole.every}" in page and "lr=0.7, momentum=0.6" in page and whole.outer == (0.7, 0.6, True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +108,7 @@ def test_plan_and_train_know_what_the_page_advises() -> None:
 
 
 def test_what_comes_back_in_part_is_said_to_be_measured_with_muon_alone() -> None:
-    for name in ("README.md", "docs/which-method.md", "docs/returned.md"):
+    for name in ("docs/which-method.md", "docs/returned.md"):
         told = [part for part in re.split(r"\n\n|\n- ", read(name)) if re.search("17 (workers )?on", part)]
         assert told and all("Muon" in part for part in told), name
         assert any("AdamW" in part for part in told), name

@@ -1,5 +1,6 @@
 """Recipes are plain options, and their bytes are those that the simulator counts."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 
 import regtopk
 from regtopk import Link, recipes
+from regtopk.lab.method import Method
+from regtopk.lab.plan.exchange import Workload, exchange_of
+from regtopk.lab.plan.methods import PlannedMethod, words_of
 from regtopk.simulate import Cluster
 from tests.refusals import refusal
 
@@ -15,24 +19,31 @@ NUMEL = 400_000
 
 @pytest.mark.parametrize("num_workers", [4, 24])
 def test_bytes_are_those_of_the_simulator(num_workers: int) -> None:
-    for recipe in (*recipes.for_workers(num_workers), recipes.SLOWER):
-        check_bytes(recipe, num_workers)
+    for recipe in recipes.for_workers(num_workers):
+        fragment = NUMEL // recipe.fragments
+        cluster = Cluster(recipe.algorithm, num_workers=num_workers, index_code=recipe.index_code)
+        cluster.step(torch.randn(num_workers, fragment, generator=torch.Generator().manual_seed(0)))
+        counted = float(cluster.last_step.received_bytes.double().mean()) * recipe.fragments / recipe.every
+        assert recipe.received_bytes(NUMEL, num_workers) == pytest.approx(counted, rel=0.03)
 
 
-def check_bytes(recipe: recipes.ExchangeRecipe, num_workers: int) -> None:
-    fragment = NUMEL // recipe.fragments
-    cluster = Cluster(recipe.algorithm, num_workers=num_workers, index_code=recipe.index_code)
-    cluster.step(torch.randn(num_workers, fragment, generator=torch.Generator().manual_seed(0)))
-    counted = float(cluster.last_step.received_bytes.double().mean()) * recipe.fragments / recipe.every
-    assert recipe.received_bytes(NUMEL, num_workers) == pytest.approx(counted, rel=0.03)
+@pytest.mark.parametrize("numel", [1_000, 4_800_000, 124_000_000, 1_000_000_000])
+@pytest.mark.parametrize("num_workers", [2, 8, 16, 17, 32, 512])
+def test_latencies_are_those_of_the_planner(numel: int, num_workers: int) -> None:
+    alone = Link(bandwidth=math.inf, latency_s=1.0)
+    for recipe in recipes.for_workers(num_workers):
+        words = Method.parse(words_of(recipe))
+        algorithm = recipe.algorithm
+        method = PlannedMethod.of(words, getattr(algorithm, "density", 1.0), algorithm.value_code)
+        planned = exchange_of(method, Workload.of_size(numel), num_workers)
+        latencies = planned.num_parts * sum(move.on_link_s(alone, "cpu") for move in planned.moves)
+        assert recipe.trips(numel, num_workers) == pytest.approx(latencies / planned.every)
 
 
-def test_messages_and_latencies_per_step() -> None:
-    (gathered, returned, whole), few = recipes.for_workers(8), recipes.SLOWER
-    assert [recipe.trips for recipe in (gathered, returned, whole, few)] == [4, 6, 6 / 16, 4]
-    assert gathered.options == {"every": 4, "fragments": 4} and few.options == {"every": 8, "fragments": 8}
-    assert returned.options["index_code"] == "rice" and "index_code" not in whole.options
-    for recipe in (returned, whole):
+def test_options_are_those_of_an_exchange() -> None:
+    signs, whole = recipes.for_workers(8)
+    assert signs.options["index_code"] == "rice" and "index_code" not in whole.options
+    for recipe in (signs, whole):
         outer, told = recipe.options["outer"]([torch.zeros(2, requires_grad=True)]), recipe.outer
         assert told and {name: outer.defaults[name] for name in told._fields} == told._asdict()
 
@@ -41,13 +52,12 @@ def test_the_soonest_is_chosen() -> None:
     def chosen(**link: float) -> recipes.ExchangeRecipe:
         return recipes.transformer(8, numel=4_800_000, step_s=0.03, link=Link(**link))
 
-    gathered, returned, whole = recipes.for_workers(8)
-    assert chosen(bandwidth=1e10) == gathered == recipes.transformer(8)
-    assert chosen(bandwidth=1e7) == returned  # the fewest bytes of those with few steps
+    signs, whole = recipes.for_workers(8)
+    assert chosen(bandwidth=1e10) == chosen(bandwidth=1e6) == signs == recipes.transformer(8)
     assert chosen(bandwidth=1e8, latency_s=0.02) == whole
     many = [recipes.transformer(64).received_bytes(124_000_000, n) for n in (64, 256)]
     assert many[1] < 1.05 * many[0]
-    assert "impute=0.15" in repr(gathered) and "returned=0.3" in repr(recipes.transformer(64))
+    assert "returned=0.3" in repr(signs) and "momentum=0.4" in repr(recipes.transformer(64))
 
 
 def test_an_exchange_takes_one_as_it_is() -> None:

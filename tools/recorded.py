@@ -56,7 +56,7 @@ SETTINGS = {  # why it is no result: what is then not looked at
     "a budget": r"1/100\b|1/500\b|1/5000\b|1/50\b|0\.008 bytes per parameter|0\.1 % of gradients|0\.02 J",
     "a density": r"density 0\.\d+|0\.016 to 0\.031",
     "a formula": r"1/P\b|1/16 of float32's ring|of 4 bytes in float32|4 or 8 bytes|16 bytes of sizes|95 %",
-    "a size or a target": r"24 MB of torch's|4\.8 M parameters|a loss of 2\.6",
+    "a size or a target": r"24 MB of torch's|\b(?:4\.8|0\.12) M\b|a loss of 2\.6",
     "benchmarks/wire.py": r"about 1\.6 bytes, in float32 5\.1",
     "tools.check_records holds it": r"within 1\.2 points",
 }

@@ -16,7 +16,9 @@ from benchmarks.slow_network.gpt_picked import read_picked
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.lab.method import Method
 from regtopk.lab.plan.exchange import Workload, exchange_of
-from regtopk.lab.plan.methods import PlannedMethod
+from regtopk.lab.plan.methods import PlannedMethod, words_of
+from regtopk.recipes import transformer
+from tools import advice
 from tools.records import ROOT
 
 RACE = ROOT / "benchmarks/results/slow-network-gpt-race.json"
@@ -27,7 +29,7 @@ UPDATES = "exchange=updates"
 EDGE = "at the grid's edge"
 COUNTED = {  # as the page calls it: a method
     "`TopK(0.01, impute=0.35)`, every=2": f"topk:density=0.01:impute=0.35:{UPDATES}:every=2:fragments=2",
-    "`TopK(0.01, returned=0.01)`, every=4": f"topk:density=0.01:returned=0.01:{UPDATES}:every=4:fragments=4",
+    "`TopK(0.24, returned=0.3)`, every=8": words_of(transformer(8)),
     "`Consensus(0.01)`": "consensus:density=0.01",
     "`DGC(0.005)`": "dgc:density=0.005",
 }
@@ -89,12 +91,12 @@ def imputation_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def bytes_table(workers: Sequence[int], methods: Sequence[str]) -> str:
-    """What a rank receives per step, as a part of a ring all_reduce of bfloat16; values have 4 bits."""
-    lines = [line_of(["workers", "ring, bfloat16", *methods]), f"|---:|---:{len(methods) * '|---:'}|"]
-    for num_workers in workers:
+def bytes_table() -> str:
+    """What a rank receives per step, as a part of a ring all_reduce of bfloat16."""
+    lines = [line_of(["workers", "ring, bfloat16", *COUNTED]), f"|---:|---:{len(COUNTED) * '|---:'}|"]
+    for num_workers in (2, 8, 32, 64, 512):
         ring = all_reduce_bytes(2 * NUMEL, num_workers)
-        received = [received_bytes(COUNTED[method], num_workers) for method in methods]
+        received = [received_bytes(words, num_workers) for words in COUNTED.values()]
         parts = [f"1/{ring / each:.0f}" if ring > 1.5 * each else "1" for each in received]
         cells = [f"{_megabytes(each)}, {part}" for each, part in zip(received, parts, strict=True)]
         lines.append(line_of([num_workers, _megabytes(ring), *cells]))
@@ -104,7 +106,8 @@ def bytes_table(workers: Sequence[int], methods: Sequence[str]) -> str:
 def received_bytes(label: str, num_workers: int) -> float:
     """What `regtopk plan --params 124M` says that a rank receives per step."""
     words = Method.parse(label)
-    method = PlannedMethod.of(words, float(words.options["density"] or 0), "4bit")
+    code = str(words.options.get("value_code") or "4bit")
+    method = PlannedMethod.of(words, float(words.options["density"] or 0), code)
     return exchange_of(method, Workload.of_size(NUMEL), num_workers).received_bytes_per_step
 
 
@@ -149,11 +152,13 @@ def _fixed(words: str) -> str:
 
 
 OTHERS: dict[str, Callable[[], str]] = {
+    "advice": advice.advice_table,
+    "advice-with-muon": advice.muon_table,
+    "advice-with-sgd": advice.sgd_table,
     "imputation": imputation_table,
     "peers": peers_table,
     "race": race_table,
-    "bytes": lambda: bytes_table((2, 8, 32, 64, 512), list(COUNTED)),
-    "bytes-of-two": lambda: bytes_table((2, 8, 64), list(COUNTED)[::2]),
+    "bytes": bytes_table,
 }
 
 

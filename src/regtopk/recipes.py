@@ -4,7 +4,7 @@
 >>> print(recipe)
 >>> exchange = regtopk.UpdateExchange(model, [muon, adamw], recipe.algorithm, **recipe.options)
 
-docs/transformers.md, docs/returned.md and docs/comparisons.md say what was measured.
+docs/which-method.md says what was measured.
 """
 
 import math
@@ -20,12 +20,12 @@ from regtopk.core.link import Link
 from regtopk.core.options import check_integer, check_positive
 from regtopk.core.owners import num_owned
 from regtopk.core.regions import region_bytes
+from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 from regtopk.errors import ArgumentError
 from regtopk.rounds import Outer
 
 INDEX_CODE = "elias-fano"  # of what names none
-# Workers: with Muon it is level or a little ahead with 8, far ahead with 32 and 64. 16 is not measured.
-RETURNED_FROM = 17
+MANY_FROM = 17  # workers; 8 and 32 are measured
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ExchangeRecipe:
     """What to run on updates, and how often.
 
     Args:
-        algorithm: what is run.
-        steps: to a loss that dense training has after a third of its steps, over dense's.
+        algorithm: what is run; of Top-k the largest sums come back.
+        steps: to the loss that dense training has after half of its steps, over dense's.
         every: local steps per round.
         fragments: parts of the model that are exchanged in turn.
         outer: of the SGD that applies the aggregate; None: it is applied as it is.
@@ -55,52 +55,48 @@ class ExchangeRecipe:
         outer = {"outer": partial(torch.optim.SGD, **self.outer._asdict())} if self.outer else {}
         return {"every": self.every, "fragments": self.fragments, **told, **outer}
 
-    @property
-    def trips(self) -> float:
-        """Latencies per step: two a collective, as gloo's receivers first say that they are ready."""
-        is_gathered = isinstance(self.algorithm, TopK) and self.algorithm.returned is None
-        return 2 * (2 if is_gathered else 3) * self.fragments / self.every  # an agreement is one of them
+    def trips(self, numel: int, num_workers: int) -> float:
+        """Latencies per step over gloo: two a hop, as receivers first say that they are ready."""
+        others, found = num_workers - 1, [(0, False), *self._messages(numel, num_workers)]  # an agreement
+        ring = others + (self.index_code == "rice" and others > 1)  # which must know the lengths before
+        hops = (ring if for_all and n > LONGEST_DIRECT_BYTES else min(1, others) for n, for_all in found)
+        return 2 * sum(hops) * self.fragments / self.every
 
     def received_bytes(self, numel: int, num_workers: int) -> float:
         """What a rank receives per step of a model of J parameters."""
-        size, algorithm = math.ceil(numel / self.fragments), self.algorithm
-
-        def message(part: Any, of: int) -> int:
-            codes = {"value_code": algorithm.value_code, "index_code": self.index_code}
-            return full_message_bytes(max(1, round(part * of)), of, dtype=torch.float32, **codes)
-
-        if isinstance(algorithm, Dense):
-            codes = algorithm.value_code, algorithm.sum_code
-            each = sum(max(region_bytes(size, num_workers, (), torch.float32, code)) for code in codes)
-        elif algorithm.returned is None:
-            each = message(algorithm.density, size)
-        else:
-            size = num_owned(size, num_workers)
-            each = message(algorithm.density, size) + message(algorithm.returned, size)
+        each = sum(size for size, _ in self._messages(numel, num_workers))
         return (num_workers - 1) * each * self.fragments / self.every
 
+    def _messages(self, numel: int, num_workers: int) -> list[tuple[int, bool]]:
+        """The bytes of what is sent to each rank of one fragment, and whether all ranks get the same."""
+        size, algorithm = math.ceil(numel / self.fragments), self.algorithm
+        if isinstance(algorithm, Dense):
+            codes = algorithm.value_code, algorithm.sum_code
+            sent, back = (max(region_bytes(size, num_workers, (), torch.float32, code)) for code in codes)
+        else:
+            told: Any = {"value_code": algorithm.value_code, "index_code": self.index_code}
+            owned, shares = num_owned(size, num_workers), (algorithm.density, algorithm.returned)
+            counts = [max(1, round(share * owned)) for share in shares if isinstance(share, float)]
+            sent, back = (full_message_bytes(k, owned, dtype=torch.float32, **told) for k in counts)
+        return [(sent, False), (back, True)]
 
-def _recipe(steps: float, every: int, **options: Any) -> ExchangeRecipe:
-    return ExchangeRecipe(TopK(value_code="2bit", **options), steps, every, fragments=every)
+
+def _signs(steps: float, outer_lr: float, momentum: float) -> ExchangeRecipe:
+    algorithm = TopK(density=0.24, value_code="sign", returned=0.3)
+    return ExchangeRecipe(algorithm, steps, 8, 8, Outer(outer_lr, momentum, nesterov=True), "rice")
 
 
-_SIGNS = TopK(density=0.24, value_code="sign", returned=0.3)
-# The third is MuLoCo, in one piece for links with latency.
 _FEW = (
-    _recipe(1.17, 4, density=0.026, impute=0.15),
-    ExchangeRecipe(_SIGNS, 1.22, 8, 8, Outer(0.7, 0.2, nesterov=True), "rice"),
-    ExchangeRecipe(Dense(value_code="2bit", sum_code="2bit"), 1.3, 16, 1, Outer(0.7, 0.6, nesterov=True)),
+    _signs(1.12, 0.7, 0.2),
+    # MuLoCo, in one piece for links with latency
+    ExchangeRecipe(Dense(value_code="2bit", sum_code="2bit"), 1.19, 16, 1, Outer(0.7, 0.6, nesterov=True)),
 )
-SLOWER = _recipe(2.55, 8, density=0.0041, impute=0.1)  # a tenth of the bytes; ends far behind, so not chosen
-_MANY = (
-    ExchangeRecipe(_SIGNS, 1.84, 8, 8, Outer(0.9, 0.4, nesterov=True), "rice"),
-    _recipe(2.01, 4, density=0.03, returned=0.03),
-)
+_MANY = (_signs(1.59, 0.9, 0.4),)  # with 32 nothing has run in one piece
 
 
 def for_workers(num_workers: int) -> tuple[ExchangeRecipe, ...]:
     """What we advise for so many workers; what needs the fewest steps first."""
-    return _MANY if num_workers >= RETURNED_FROM else _FEW
+    return _MANY if num_workers >= MANY_FROM else _FEW
 
 
 def transformer(
@@ -109,7 +105,9 @@ def transformer(
     """What to exchange for a transformer whose matrices are trained by Muon and the rest by AdamW.
 
     Without a link it is the one that needs the fewest steps to a loss. With a link it is the one whose steps
-    take the least time in all: computation, messages and latency.
+    take the least time in all: computation, messages, and latency as gloo pays it. `regtopk plan` also counts
+    the processor's work, plans for NCCL, and says whether any of them pays. From 17 workers on there is one
+    recipe, in eight fragments: over a link with latency measure it beside rounds in one piece.
 
     Args:
         num_workers: N.
@@ -128,5 +126,5 @@ def transformer(
     check_integer("numel", numel, at_least=1)
     check_positive("step_s", step_s)
     assert numel is not None and step_s is not None
-    time_s = replace(link, compute_s=step_s).time_s
-    return min(recipes, key=lambda r: r.steps * time_s(r.received_bytes(numel, num_workers), r.trips))
+    time_s, sizes = replace(link, compute_s=step_s).time_s, (numel, num_workers)
+    return min(recipes, key=lambda r: r.steps * time_s(r.received_bytes(*sizes), r.trips(*sizes)))

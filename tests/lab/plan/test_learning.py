@@ -63,11 +63,13 @@ def test_rarer_or_later_rounds_are_no_stand_in() -> None:
 
 def test_the_record_of_as_many_workers_or_more_counts() -> None:
     returned = PlannedMethod("topk:returned=0.03", 0.03, "2bit", Rounds("updates", 4, fragments=4))
-    steps = [relative_steps(returned, "muon", n) for n in (2, 32, 33, 64, 100)]
-    for at, workers in enumerate((32, 32, 64, 64, 64)):
-        assert steps[at] == recorded(
-            "muon", method="topk:exchange=updates:every=4:fragments=4:returned=0.03", workers=workers
-        )
+    method = "topk:exchange=updates:every=4:fragments=4:returned=0.03"
+    of_8, of_32 = (recorded("muon", method=method, workers=workers) for workers in (8, 32))
+    assert of_8 < of_32
+    denser = returned._replace(density=0.035)  # with 8 workers nothing as sparse has run
+    found = [relative_steps(denser, "muon", n) for n in (2, 8, 9, 32, 100)]
+    assert found == [of_8, of_8, of_32, of_32, of_32]
+    assert relative_steps(returned, "muon", 2) == of_32
 
 
 def test_a_record_of_alternatives_is_of_the_method_that_was_picked() -> None:

@@ -1,8 +1,9 @@
 """What all ranks must know of a step: do they exchange the same, and is all of it finite?
 
-One small all_gather tells it. Mostly the host waits for the answers before anything is exchanged (`hear`).
-Where collectives run on the device, it may go on without them (`go_on`). The device then knows whether the
-step counts, and undoes what it must. The host reads the answers after the step (`hear_late`).
+One small all_gather tells it. Mostly the host waits for the answers before anything is exchanged (`hear`):
+gloo aborts a rank that gets a longer message than it expects, so ranks that differ must hear of it before.
+Where collectives run on the device, it may go on without them (`go_on`): the device then knows whether the
+step counts, and undoes what it must, and the host reads the answers after the step (`hear_late`).
 """
 
 import math

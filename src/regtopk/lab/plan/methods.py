@@ -22,14 +22,15 @@ CHOSEN = (*PLANNED[:3], "dgc:density=0.005:value_code=4bit")  # tried unless tol
 UPDATES_DENSITIES = (0.01, 0.025, 0.05)  # of updates, unless told: rarer rounds need more entries
 RETURNED_UPDATES = "topk:density=0.01:returned=0.01:value_code=4bit"  # for many workers: docs/returned.md
 MOST_FRAGMENTS = 8
-# a tenth of the bytes
-SLOWER_UPDATES = f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"
+SLOWER_UPDATES = f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"  # a tenth
+SLOWER_MUON = "topk:density=0.0041:value_code=2bit:impute=0.1:exchange=updates:every=8:fragments=8"
 # what docs/which-method.md advises with SGD and with AdamW, beside the recipes for Muon; a test compares
 ADVISED = (
     "consensus:density=0.01:value_code=4bit",
     f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2:fragments=2",
     f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2",
     SLOWER_UPDATES,
+    SLOWER_MUON,
 )
 
 
@@ -108,9 +109,9 @@ def planned_methods(
     if exchange == "updates":
         if labels is None and optimizer == "muon":
             if densities:
-                raise ArgumentError(f"density must not be given with Muon's recipes, got {list(densities)}")
-            slower = (recipes.SLOWER,) if num_workers < recipes.RETURNED_FROM else ()
-            labels = [words_of(recipe, every) for recipe in (*recipes.for_workers(num_workers), *slower)]
+                raise ArgumentError(f"density must stand in --algorithms with Muon, got {list(densities)}")
+            labels = [words_of(recipe, every) for recipe in recipes.for_workers(num_workers)]
+            labels += [SLOWER_MUON] if every is None else []
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
         raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
@@ -121,7 +122,7 @@ def planned_methods(
 
 @cache
 def _advised() -> frozenset[PlannedMethod]:
-    measured = map(words_of, (*recipes.for_workers(2), *recipes.for_workers(recipes.RETURNED_FROM)))
+    measured = map(words_of, (*recipes.for_workers(2), *recipes.for_workers(recipes.MANY_FROM)))
     return frozenset(each for label in (*ADVISED, *measured) for each in _ways(Method.parse(label), ()))
 
 

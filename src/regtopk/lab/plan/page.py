@@ -17,7 +17,7 @@ from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
-from regtopk.recipes import INDEX_CODE, RETURNED_FROM
+from regtopk.recipes import INDEX_CODE, MANY_FROM
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
@@ -211,7 +211,7 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
         faster = f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as"
         said.append(
             f"Predicted to be faster still: {faster} dense. It is not advised first, as its steps were "
-            "counted to one early loss alone: measure both."
+            "counted to one loss alone: measure both."
         )
     if plan.situation.optimizer == "sgd":
         said.append("With AdamW or Muon give --optimizer: sparse gradients learn slowly there.")
@@ -221,10 +221,9 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
             "without momentum, too; dense with momentum is not measured."
         )
     if plan.situation.optimizer == "adamw":
-        recipe = f"regtopk.recipes.transformer({plan.situation.num_workers})"
-        said.append(f"With Muon for the matrices, ask for --optimizer muon, or use {recipe}.")
+        said.append("With Muon for the matrices ask for --optimizer muon.")
         in_part = [p.method for p in plan.predictions if p.method.returned is not None]
-        if in_part and plan.situation.num_workers >= RETURNED_FROM:
+        if in_part and plan.situation.num_workers >= MANY_FROM:
             said.append(
                 "With so many workers sums that come back in part are worth a trial. They were measured with "
                 f"Muon alone, so they are not advised with AdamW: {as_code(in_part[0])}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from regtopk.core.link import Link
@@ -114,7 +115,7 @@ class LinkPlan(NamedTuple):
 
 
 def best_of(predictions: Sequence[Prediction], link: Link) -> Prediction:
-    """The least time to a loss; of those within 5 % of it, updates first, then what sends and learns most.
+    """The least time to a loss. Of those within 5 %: updates, then the fewest steps, then the most bytes.
 
     It is one that docs/which-method.md advises, or no compression, if such methods were asked for. Otherwise
     it is one with a record; or, if there is none of ours, one that is taken to need the steps of dense.
@@ -123,13 +124,14 @@ def best_of(predictions: Sequence[Prediction], link: Link) -> Prediction:
         return next(p for p in predictions if p.method == DENSE)
     ours = [p for p in predictions if p.method not in TORCH]
     advised = [p for p in ours if p.method.is_advised]
-    advised = [p for p in advised if p.relative_steps is not None] or advised
-    ours = advised or [p for p in ours if p.relative_steps is not None] or ours
     others = UNCOMPRESSED if advised or not ours else TORCH
-    found = [*ours, *(p for p in predictions if p.method in others)]
+    found = [*(advised or ours), *(p for p in predictions if p.method in others)]
+    if any(p.relative_steps is not None for p in found if p.method not in TORCH):
+        found = [p for p in found if p.relative_steps is not None]
     fastest = min(p.time_to_loss for p in found)
     near = [p for p in found if p.time_to_loss <= EQUAL * fastest]
-    return max(near, key=lambda p: (p.method.rounds.has_updates, p.exchange.bytes_per_step))
+    near = [p for p in near if p.method.rounds.has_updates] or near
+    return min(near, key=lambda p: (p.relative_steps or inf, -p.exchange.bytes_per_step))
 
 
 def make_plan(situation: Situation, costs: Calibration, methods: Sequence[PlannedMethod]) -> LinkPlan:

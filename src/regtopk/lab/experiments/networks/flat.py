@@ -52,8 +52,7 @@ def aligned_rows(num: int, numel: int, dtype: torch.dtype, device: torch.device)
 
 def flatten(network: nn.Module) -> Tensor:
     """The parameters as one vector."""
-    parts = [_channels_last(p.detach()).reshape(-1) for p in network.parameters()]
-    return torch.cat(parts).float()
+    return torch.cat([_channels_last(p.detach()).reshape(-1) for p in network.parameters()]).float()
 
 
 def layout_of(network: nn.Module) -> Layout:

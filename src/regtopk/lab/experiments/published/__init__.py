@@ -8,5 +8,4 @@ from typing import Any
 def published_figure(number: int) -> dict[str, Any]:
     """The points of a figure, curve by curve, with their source."""
     path = files(__name__) / f"figure{number}.json"
-    figure: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return figure
+    return dict(json.loads(path.read_text(encoding="utf-8")))

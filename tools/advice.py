@@ -1,0 +1,122 @@
+"""Tables of advice, on README and docs/which-method.md: what to use, and what the record of a line says."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from regtopk.lab.method import Method
+from regtopk.lab.plan.exchange import Workload, exchange_of
+from regtopk.lab.plan.methods import PlannedMethod
+from regtopk.lab.runs.reading import read_records
+from tools.records import ROOT, Row, received_bytes, row_of
+
+RESNET = 11_173_962  # parameters
+TINY, ENWIK8, SOURCES = "0.12 M GPT, enwik8", "4.8 M GPT, enwik8", "4.8 M GPT, torch's sources"
+CIFAR = "11 M ResNet-18, CIFAR-10"
+
+
+class Line(NamedTuple):
+    """Who trains what with what, and the record that says what came of it."""
+
+    trained: str
+    use: str
+    network: str
+    run: str
+    words: str
+    beside: dict[str, str]  # what else ended where: words of the same run, or "run: words"; dense first
+
+
+def _beside(muon: str, adamw: str) -> dict[str, str]:
+    return {"dense Muon": muon, "dense AdamW": adamw}
+
+
+SIGNS = '`TopK(density=0.24, value_code="sign", returned=0.3)`, `every=8, fragments=8`, and more'
+MULOCO = 'MuLoCo: `Dense(value_code="2bit", sum_code="2bit")`, `every=16`, and more'
+IMPUTED = '`TopK(density=0.01, value_code="4bit", impute=0.35)`, `every=2, fragments=2`'
+CONSENSUS = '`Consensus(density=0.01, value_code="4bit")`'
+DGC = '`DGC(density=0.005, value_code="4bit")`, SGD without momentum'
+PICKED = _beside("dense:optimizer=muon", "dense:weight_decay=0|0.1")
+ALIKE = _beside("dense:optimizer=muon", "dense:weight_decay=0.1")
+OF_ADAMW = {"dense AdamW": "gpt: dense"}
+EVENLY = {"dense": "dense:value_code=float32:lr=0.1", "Top-k in as many bytes": "topk:lr=0.1"}
+MUON = Line("a transformer with Muon", SIGNS, ENWIK8, "enwik8-8", "value_code=sign", PICKED)
+LATENCY = Line(
+    "the same over a link with latency", MULOCO, ENWIK8, "enwik8-8", "every=16|32:value_code=2bit", PICKED
+)
+ADVICE = [
+    MUON,
+    LATENCY,
+    Line("a transformer with AdamW", IMPUTED, SOURCES, "gpt-fragments", "every=2", OF_ADAMW),
+    Line("with SGD, data spread evenly", CONSENSUS, CIFAR, "fig3-paper-bytes", "consensus:lr=0.1", EVENLY),
+    Line(
+        "with SGD, workers with different data", CONSENSUS, f"{CIFAR}, few classes each",
+        "fig3-non-iid-bytes", "consensus",
+        {"dense": "dense:value_code=float32", "Top-k in as many bytes": "topk"},
+    ),
+    Line(
+        "with SGD and momentum, data spread evenly", DGC, CIFAR, "fig3-paper-bytes", "dgc:lr=0.1",
+        {"dense without momentum": EVENLY["dense"]},
+    ),
+]  # fmt: skip
+LRS = "lr=0.008|0.016|0.032"
+WITH_MUON = [
+    Line(
+        "", "", TINY, "files/iid", "value_code=sign",
+        _beside(f"dense:optimizer=muon:{LRS}", f"dense:{LRS}"),
+    ),
+    MUON,
+    Line("", "", f"{ENWIK8}, other text on each worker", "enwik8-8-sorted", "value_code=sign", ALIKE),
+    Line("", "", ENWIK8, "enwik8-32", "value_code=sign", ALIKE),
+    Line(
+        "", "", "124 M GPT, enwik8 in GPT-2's tokens", "gpt2-12x768", "value_code=sign:beta2=0.99|0.998",
+        _beside("dense:optimizer=muon:beta2=0.95|0.99", "dense:weight_decay=0.1:beta2=0.95|0.99"),
+    ),
+    LATENCY._replace(network=f"MuLoCo: {ENWIK8}"),
+]  # fmt: skip
+BYTES = "received per step, of a ring"
+
+
+def advice_table() -> str:
+    """What to use."""
+    heads = ["you train", "use", "measured with", "ends at", "beside", BYTES]
+    return _table(heads, [[line.trained, line.use, *_cells(line)] for line in ADVICE])
+
+
+def muon_table() -> str:
+    """What came of our advice with Muon."""
+    heads = ["measured with", "ends at", ", ".join(PICKED), BYTES]
+    return _table(heads, [_cells(line, says_beside=False) for line in WITH_MUON])
+
+
+def sgd_table() -> str:
+    """What came of our advice with SGD."""
+    heads = ["", "measured with", "ends at", "beside", BYTES]
+    return _table(heads, [[line.trained, *_cells(line)] for line in ADVICE[3:]])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)) + "\n"
+
+
+def _cells(line: Line, *, says_beside: bool = True) -> list[str]:
+    """The network, the end, what stands beside it, and the bytes as a part of a ring of bfloat16."""
+    row, records = row_of(line.run, line.words), read_records(ROOT / "docs" / "results" / line.run)
+    found = [words.split(": ") if ": " in words else (line.run, words) for words in line.beside.values()]
+    others = dict(zip(line.beside, (row_of(*each) for each in found), strict=True))
+    num_steps, num_workers = max(record["step"] for record in records), row["num_workers"]
+    ring, received = (received_bytes(next(iter(others.values()))) or 0) / 2, received_bytes(row)
+    if received is None:  # the record has what is sent alone
+        method = PlannedMethod.of(Method.parse(row["method"]), row["density"], "4bit")
+        received = exchange_of(method, Workload.of_size(RESNET), num_workers).received_bytes_per_step
+    size = f"{received / 1e6:.1f} MB" if received > 1e6 else f"{received / 1e3:.3g} kB"
+    return [
+        f"{line.network}; {num_workers} workers, {num_steps:,} steps",
+        f"**{_end(row)}** {'%' if row['mean'] > 20 else 'nats'}, {len(row['seeds'])} seeds",
+        ", ".join(f"{name} {_end(other)}" if says_beside else _end(other) for name, other in others.items()),
+        f"{size}, 1/{ring / received:.0f}",
+    ]
+
+
+def _end(row: Row) -> str:
+    """The mean over seeds, and how far they spread."""
+    digits = 1 if row["mean"] > 20 else 3  # percent, or nats
+    return f"{row['mean']:.{digits}f} ± {row['std']:.{digits}f}"
