@@ -107,8 +107,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="windows a step and rank")
-    parser.add_argument("--checkpoints", type=Path, default=Path("out/train_gpt"), help="folder of this run")
+    parser.add_argument("--checkpoints", type=Path, help="folder of this run")
     arguments = parser.parse_args()
+    if arguments.checkpoints is None:  # other runs have others
+        name = f"train_gpt-{arguments.optimizer}-{arguments.layers}x{arguments.width}"
+        arguments.checkpoints = Path("out", name)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

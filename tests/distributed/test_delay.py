@@ -82,7 +82,7 @@ def test_inside_agreed_nothing_else_is_done() -> None:
         calls |= {"finish": exchange.finish, "optimizer.step": optimizer.step}
         with exchange.agreed():
             for name, call in calls.items():
-                why = "must not be called inside agreed(): the model is not the rank's own"
+                why = "must not be called inside agreed(): the model is not this rank's"
                 assert training.refusal(call)[1] == f"{name}() {why}"
 
 

@@ -141,7 +141,7 @@ def test_a_gpt_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_
     begun, resumed, dense, muon = printed
     assert begun.startswith("0 of 5 steps are done; ") and "\n5 steps: test loss " in begun
     assert resumed.startswith("5 of 30 steps are done; ") and "\n30 steps: " in resumed
-    for printed_last, counts in ((begun, "5 steps, 3"), (resumed, "30 steps, 16"), (muon, "30 steps, 8")):
+    for printed_last, counts in ((begun, "5 steps, 3"), (resumed, "30 steps, 16"), (muon, "30 steps, 4")):
         assert f"topk: after {counts} rounds on 2 workers" in printed_last  # the last of them in finish()
     assert dense.count("\n") == 2 and silent == ["", "", "", ""]
     losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]

@@ -232,7 +232,7 @@ def test_hooks_of_users_on_gradients() -> None:
     torch.testing.assert_close(training.flat_gradients(model), training.flat_gradients(native))
     assert training.refusal(training.loss_of(other, 0).backward) == (
         "ClusterError",
-        "gradients of FSDP unit 'middle' must not be removed before backward is over",
+        "gradients of FSDP unit 'middle' must stay until backward is over",
     )
 
 

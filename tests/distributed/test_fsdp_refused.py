@@ -213,7 +213,7 @@ TEXTS: dict[str, Callable[[], Any]] = {
     IN_PARTS: lambda: attach(algorithm=regtopk.TopK(k=3)),
     "ClusterError: all ranks must have the same algorithm, got 'topk' on rank {replicas[0]}, 'dense' on "
     "rank {replicas[1]}": lambda: attach(algorithm=[TOPK, regtopk.Dense()][replica()]),
-    "ClusterError: all ranks that share a model must have the same weight, got 0.5 on rank 2, 0.25 on rank 3 "
+    "ClusterError: ranks that share a model must have the same weight, got 0.5 on rank 2, 0.25 on rank 3 "
     "(replica 1)": lambda: attach(weight=by_part(0.5, 0.25)),
     "ClusterError: parameter 'weight' must be on the device that trains it, got 'meta': call to_empty() and "
     "give it values first": lambda: attach(on_meta()),

@@ -106,7 +106,9 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
         names = what_is_yours()
         names |= {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "dist": dist}
         names |= {"os": os, "regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
-        names["network"] = names["model"] = nn.Sequential(OrderedDict(blocks=names["network"]))
+        first, *others = names["network"]
+        deeper = nn.Sequential(first, nn.Linear(40, 40), nn.Linear(40, 40), *others)  # for eight fragments
+        names["network"] = names["model"] = nn.Sequential(OrderedDict(blocks=deeper))
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
         printed = follow(source, names, folder)
         results.append((printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()))
@@ -124,7 +126,7 @@ def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     assert [printed[:39] for printed, _ in here] == [
         "",
         "consensus: 8 steps on 2 workers; this r",
-        "topk: after 8 steps, 2 rounds on 2 work",
+        "topk: after 8 steps, 1 round on 2 worke",
     ]
     for (_, parameters), (_, parameters_elsewhere) in zip(here[1:], elsewhere[1:], strict=True):
         assert torch.equal(parameters, parameters_elsewhere) and not torch.equal(parameters, here[0][1])

@@ -89,11 +89,8 @@ def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int |
 
 def payload_bytes(request: Request, worker: Worker) -> Tensor:
     """Bytes of each worker's messages, (...,) int64: zero for workers that do not send."""
-    if isinstance(request, Broadcast):
-        is_sender = worker.index.squeeze(-1) == request.source
-    else:
-        is_sender = worker.weight.squeeze(-1) > 0
-    return is_sender * _contribution(request, worker)[0]
+    sends = worker.index == request.source if isinstance(request, Broadcast) else worker.weight > 0
+    return sends.squeeze(-1) * _contribution(request, worker)[0]
 
 
 def moved(request: Request, worker: Worker) -> Traffic:

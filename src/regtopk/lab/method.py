@@ -24,6 +24,7 @@ ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
 START = 0.01  # the density that an adaptive method starts from, unless told
 # words that are no options of an algorithm
 OWN = ("lr", "index_code", "optimizer", "weight_decay", "beta2", "residual_dtype")
+WORDS = [name for name in Rounds._fields if name != "by_worker"]  # of when updates are exchanged
 Option = int | float | bool | str | None
 GridPoint = tuple[str, ...]  # of a grid: one value for each option, as written
 
@@ -57,8 +58,7 @@ class Method:
         own: dict[str, Any] = {key: options.pop(key) for key in OWN if key in options}
         known = [f.name for f in fields(ALGORITHMS[name])] if name in ALGORITHMS else []
         # without `exchange`, a word such as every is the algorithm's if it has such an option
-        words = [key for key in Rounds._fields if key != "by_worker"]
-        told = [key for key in words if "exchange" in options or key not in known]
+        told = [key for key in WORDS if "exchange" in options or key not in known]
         rounds: dict[str, Any] = {key: options.pop(key) for key in told if key in options}
         parts = str(rounds.get("every", "")).split("/")
         if len(parts) > 1 and all(part.isascii() and part.isdecimal() for part in parts):
@@ -150,7 +150,7 @@ class Method:
             arguments["algorithm"] = Method(self.label, name, own)
             arguments["algorithm"]._arguments()
         for key in given:
-            check_choice(f"option of {self.algorithm}", key, known)
+            check_choice(f"option of {self.algorithm}", key, [*known, *OWN, *WORDS])
         return {**arguments, **given}
 
 

@@ -116,9 +116,7 @@ def decode(message: Tensor, numel: int) -> SparseGradient:
     words = frame.to_words(message).unsqueeze(0)
     index_id, value_id = message[5:7].tolist()
     if index_id not in _INDEX_CODES or value_id not in _VALUE_CODES:
-        raise WireFormatError(
-            f"index and value codes of a message must be known, got {index_id} and {value_id}"
-        )
+        raise WireFormatError(f"codes of a message must be known, got {index_id} and {value_id}")
     index_code, value_code = _INDEX_CODES[index_id], _VALUE_CODES[value_id]
     try:
         codes.check_index_code(index_code, numel)

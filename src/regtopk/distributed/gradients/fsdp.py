@@ -165,9 +165,7 @@ class ShardedHookState(ExchangeBase):
         """A unit's gradients, and where each starts in its vector; as one if they lie in memory like that."""
         grads, own = unit.gradients(), self._flats[unit.name]
         if unit.name in self._arrived and len(grads) < len(unit.members):
-            raise ClusterError(
-                f"gradients of FSDP unit {unit.name!r} must not be removed before backward is over"
-            )
+            raise ClusterError(f"gradients of FSDP unit {unit.name!r} must stay until backward is over")
         whole = as_flat(grads, own.dtype) if grads else None
         if whole is not None and whole.numel() == own.numel():
             return [(0, whole)]

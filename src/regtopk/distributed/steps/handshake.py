@@ -120,9 +120,7 @@ def _meet_shards(
     found = difference(shards.collectives, mine)
     for replica, theirs in enumerate(replicas.all_gather_objects(found)):
         if theirs is not None:
-            raise ClusterError(
-                f"all ranks that share a model must have the same {theirs} (replica {replica})"
-            )
+            raise ClusterError(f"ranks that share a model must have the same {theirs} (replica {replica})")
 
 
 def compare(collectives: Collectives, mine: dict[str, Any]) -> None:

@@ -171,9 +171,7 @@ class UpdatesBase(Counted):
 
     def _refuse_in_agreed(self, call: str) -> None:
         if self._is_agreed:
-            raise ClusterError(
-                f"{call}() must not be called inside agreed(): the model is not the rank's own"
-            )
+            raise ClusterError(f"{call}() must not be called inside agreed(): the model is not this rank's")
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._refuse_in_agreed("optimizer.step")

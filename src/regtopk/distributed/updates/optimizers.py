@@ -111,9 +111,7 @@ def check_saved(optimizers: Iterable[Optimizer], saved: dict[str, Any]) -> None:
     if found != expected:
         raise StateError(f"parameters of the optimizer's groups must be {expected}, got {found}")
     if others := saved["state"].keys() - {number for group in expected for number in group}:
-        raise StateError(
-            f"state of the saved optimizer must be of its parameters, got number {min(others)!r}"
-        )
+        raise StateError(f"state of the saved optimizer must be of its parameters, got number {min(others)}")
     for (optimizer, own), group in zip(owners, saved["param_groups"], strict=True):
         for key, value in own.items():
             other = group.get(key, None if key == "lr" else value)  # an older torch has fewer

@@ -151,9 +151,7 @@ def _at_a_rounds_end(saved: dict[str, Any], model: LocalModel, rounds: Rounds) -
         if len(counted) == len(workers) and counted.any():
             scales *= len(workers) * counted / counted.sum()
         if rounds.clip_norm is not None:
-            norms = [
-                norm_of([own[name] for name in names if own] or [weights[:0]]) for own in learned.values()
-            ]
+            norms = [norm_of([own[n] for n in names if own] or [weights[:0]]) for own in learned.values()]
             scales *= clip_scales(torch.stack(norms), weights * scales, rounds.clip_norm)
         for own, scale in zip(learned.values(), scales.tolist(), strict=True):
             own |= {name: own[name] * scale for name in names if own}
@@ -248,7 +246,7 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
     facts += [
-        ("shape of start", model.parameters.shapes, shapes_of(new.start)),
+        ("shape at the start", model.parameters.shapes, shapes_of(new.start)),
         ("shape of parameters", model.parameters.shapes, shapes_of({**new.parameters} or new.start)),
         ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
@@ -256,6 +254,9 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
         ("number of skipped fragments", rounds.fragments if sent else 0, len(new.skipped)),
     ]
     for what, own, found in facts:
+        if isinstance(own, dict) and isinstance(found, dict):  # of each parameter: the first that differs
+            name = next((n for n in {**found, **own} if own.get(n) != found.get(n)), "")
+            what, own, found = f"{what} of {name!r}", own.get(name), found.get(name)
         if own != found:
             raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
     for name, tensor in new.start.items():

@@ -66,6 +66,8 @@ def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
     here, records = plan.situation, []
     bandwidths = sorted({*BANDWIDTHS, here.link.bandwidth})
     num_workers = sorted({*WORKERS, here.num_workers})
+    if here.optimizer == "muon":  # its recipes for many are others
+        num_workers = [n for n in num_workers if (n < MANY_FROM) == (here.num_workers < MANY_FROM)]
     places = [({"against": "bandwidth", "mbit_per_s": b / 1e6}, here.at(b)) for b in bandwidths]
     places += [({"against": "workers", "num_workers": n}, replace(here, num_workers=n)) for n in num_workers]
     for row in plan.best_by_label()[:MAX_CURVES]:
@@ -105,26 +107,27 @@ def verdict(plan: LinkPlan) -> str:
     where += f" at {format_bandwidth(link.bandwidth)}"
     if link.bandwidth >= FAST:
         return f"Compression is not advised {where}: use no hook, unless you measure a gain. {UNKNOWN}"
-    step, exchange_s = format_time(best.step_time_s), best.step_time_s - link.compute_s
-    share = f"The exchange takes {exchange_s / best.step_time_s:.0%} of a step"
+    exchange_s, steps = best.step_time_s - link.compute_s, best.relative_steps
+    share = f"A step takes {format_time(best.step_time_s)}. "
+    share += f"The exchange takes {exchange_s / best.step_time_s:.0%} of a step"
     share += f", {plan.work_s / exchange_s:.0%} of it local work." if exchange_s > 0 else "."
+    pays = "pays" if steps is not None else "may pay"
     if not plan.pays:
         use = "no hook" if best.method == DENSE else "torch's fp16 hook"
-        said = f"Compression does not pay {where}: use {use}. A step takes {step}. {share}"
+        said = f"Compression does not pay {where}: use {use}. {share}"
     else:
-        steps, faster = best.relative_steps, format_factor(plan.speedup_to_loss(best))
+        faster = format_factor(plan.speedup_to_loss(best))
         fp16 = next(p for p in plan.predictions if p.method == FP16)
         over_fp16 = format_factor(fp16.time_to_loss / best.time_to_loss)
         gain = f"reaches a loss {faster} times as fast as dense, in {steps or 1:.2f} times as many steps, "
         gain += f"and {over_fp16} times as fast as torch's fp16 hook"
         if steps is None:
             gain = f"makes a step {faster} times as fast as dense. How many steps it needs is not recorded"
-        pays = "pays" if steps is not None else "may pay"
-        said = f"Compression {pays} {where}: {_named(best.method)} {gain}. A step takes {step}. {share}"
+        said = f"Compression {pays} {where}: {_named(best.method)} {gain}. {share}"
     if plan.break_even_bits_per_s is None:
         return f"{said} It pays at no bandwidth."
     ends = f". {UNKNOWN}" if plan.break_even_bits_per_s > 0.99 * FAST else ", above it does not."
-    return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays{ends}"
+    return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it {pays}{ends}"
 
 
 def _named(method: PlannedMethod) -> str:
@@ -155,13 +158,14 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 def basis(machine: Mapping[str, Any], why: str, is_measured: bool) -> str:
     """What the plan is for, and which costs it rests on: said first."""
+    busy = f" Busy when they were measured ({machine['busy']}): --recalibrate." if "busy" in machine else ""
     if machine["device"] == "cpu":
         where = f"cpu with {counted(machine.get('num_threads', 1), 'thread')}"
-        return f"Planned for CPUs ({why}). Work has costs measured on {where}, collectives are gloo's."
+        return f"Planned for CPUs ({why}). Work has costs measured on {where}, collectives are gloo's.{busy}"
     costs = "measured on" if is_measured else "recorded on another machine's"
     assumed = ", ".join(filter(None, ["NCCL's collectives", machine.get("assumed")]))
     said = f"Planned for GPUs ({why}). Work has costs {costs} {machine['device']}. "
-    return f"{said}Assumed, not measured: {assumed}."
+    return f"{said}Assumed, not measured: {assumed}.{busy}"
 
 
 def summary(plan: LinkPlan, inputs: dict[str, Any], basis: str) -> dict[str, Any]:
@@ -210,11 +214,15 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
         named.append(fastest.method)
         faster = f"{_named(fastest.method)}, {format_factor(plan.speedup_to_loss(fastest))} times as fast as"
         said.append(
-            f"Predicted to be faster still: {faster} dense. It is not advised first, as its steps were "
-            "counted to one loss alone: measure both."
+            f"Predicted to be faster still: {faster} dense. It is not what docs/which-method.md advises: "
+            "measure both."
         )
     if plan.situation.optimizer == "sgd":
         said.append("With AdamW or Muon give --optimizer: sparse gradients learn slowly there.")
+    elif not all(p.method.rounds.has_updates or p.method in TORCH for p in plan.predictions):
+        said.append("Sparse gradients learn slowly with AdamW and Muon: exchange updates instead.")
+    if plan.situation.optimizer == "muon" and plan.situation.num_workers >= MANY_FROM:
+        said.append("Over a link with latency measure MuLoCo: nothing ran in one piece with so many.")
     if any(each.algorithm == "dgc" for each in named):
         said.append(
             "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "

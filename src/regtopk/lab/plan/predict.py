@@ -83,7 +83,7 @@ class LinkPlan(NamedTuple):
     @property
     def best(self) -> Prediction:
         """The method that `best_of` advises."""
-        return best_of(self.predictions, self.situation.link)
+        return best_of(self.predictions, self.situation)
 
     @property
     def pays(self) -> bool:
@@ -114,20 +114,21 @@ class LinkPlan(NamedTuple):
         return sorted(found.values(), key=lambda p: (p.method != DENSE, *p.rank))
 
 
-def best_of(predictions: Sequence[Prediction], link: Link) -> Prediction:
+def best_of(predictions: Sequence[Prediction], here: Situation) -> Prediction:
     """The least time to a loss. Of those within 5 %: updates, then the fewest steps, then the most bytes.
 
     It is one that docs/which-method.md advises, or no compression, if such methods were asked for. Otherwise
-    it is one with a record; or, if there is none of ours, one that is taken to need the steps of dense.
+    it is one with a record; or, if there is none of ours, one that is taken to need the steps of dense. Of
+    ours gradients are sent with SGD alone.
     """
-    if link.bandwidth >= FAST:
+    if here.link.bandwidth >= FAST:
         return next(p for p in predictions if p.method == DENSE)
-    ours = [p for p in predictions if p.method not in TORCH]
+    is_sgd = here.optimizer == "sgd"
+    ours = [p for p in predictions if p.method not in TORCH and (is_sgd or p.method.rounds.has_updates)]
     advised = [p for p in ours if p.method.is_advised]
-    others = UNCOMPRESSED if advised or not ours else TORCH
-    found = [*(advised or ours), *(p for p in predictions if p.method in others)]
-    if any(p.relative_steps is not None for p in found if p.method not in TORCH):
-        found = [p for p in found if p.relative_steps is not None]
+    others = UNCOMPRESSED if advised else TORCH
+    found = [p for p in advised or ours if p.relative_steps is not None] or advised or ours
+    found += [p for p in predictions if p.method in others and p.relative_steps is not None]
     fastest = min(p.time_to_loss for p in found)
     near = [p for p in found if p.time_to_loss <= EQUAL * fastest]
     near = [p for p in near if p.method.rounds.has_updates] or near
@@ -139,7 +140,7 @@ def make_plan(situation: Situation, costs: Calibration, methods: Sequence[Planne
 
     def best_at(bandwidth: float) -> PlannedMethod:
         there = situation.at(bandwidth)
-        return best_of([predict(method, there, costs) for method in methods], there.link).method
+        return best_of([predict(method, there, costs) for method in methods], there).method
 
     low, high, break_even = 1e3, FAST, None  # bits per second
     if best_at(low) not in UNCOMPRESSED:
@@ -148,7 +149,7 @@ def make_plan(situation: Situation, costs: Calibration, methods: Sequence[Planne
             low, high = (low, middle) if best_at(middle) in UNCOMPRESSED else (middle, high)
         break_even = low
     predictions = [predict(method, situation, costs) for method in methods]
-    best, link = best_of(predictions, situation.link), situation.link
+    best, link = best_of(predictions, situation), situation.link
     alone = replace(situation, link=replace(link, bandwidth=1e18, latency_s=0.0))
     work_s = predict(best.method, alone, costs).step_time_s - link.compute_s
     return LinkPlan(situation, predictions, break_even, work_s)

@@ -194,11 +194,9 @@ def test_losses_are_in_bits_per_byte_of_what_is_predicted(
             scores = network(windows[:, :-1]).flatten(0, 1)
         nats = F.cross_entropy(scores, windows[:, 1:].flatten(), reduction="sum")
         assert quality["test_loss"] == pytest.approx(float(nats) / windows[:, 1:].numel(), rel=1e-5)
-        if tokens == "characters":
-            assert "bits_per_byte" not in quality
-        else:
-            num_bytes = sum(len(WORDS[token]) for token in windows[:, 1:].flatten().tolist())
-            assert quality["bits_per_byte"] == pytest.approx(float(nats) / math.log(2) / num_bytes, rel=1e-5)
+        told = text.token_bytes if tokens == "characters" else torch.tensor([*map(len, WORDS)])
+        num_bytes = int(told[windows[:, 1:]].sum())
+        assert quality["bits_per_byte"] == pytest.approx(float(nats) / math.log(2) / num_bytes, rel=1e-5)
 
 
 def test_tokens_are_characters_unless_given() -> None:
@@ -212,7 +210,9 @@ def test_a_file_is_read_character_by_character(tmp_path: Path) -> None:
     vocabulary = sorted(set(content))
     assert text.vocabulary_size == len(vocabulary) == 6
     assert (len(text.train), len(text.test)) == (2700, 300)
-    assert "".join(vocabulary[token] for token in torch.cat([text.train, text.test]).tolist()) == content
+    tokens = torch.cat([text.train, text.test])
+    assert "".join(vocabulary[token] for token in tokens.tolist()) == content
+    assert int(text.token_bytes[tokens].sum()) == len(content.encode())
 
 
 def test_torch_sources_are_drawn_once_and_end_with_files_of_all_kinds(

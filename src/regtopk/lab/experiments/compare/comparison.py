@@ -60,9 +60,7 @@ class Comparison(Experiment[CompareConfig]):
             replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
             searched = tuning_seeds(recorded)
         for seed in searched & set(config.chosen_seeds):
-            raise ArgumentError(
-                f"seeds must not include the one that hyperparameters were picked on, got {seed}"
-            )
+            raise ArgumentError(f"seeds must not include the one of the search, got {seed}: list others")
         check_device("device", config.device)
         problem = Problem(config)
         header["config"] |= problem.contents

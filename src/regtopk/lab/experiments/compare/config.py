@@ -106,12 +106,10 @@ class CompareConfig(TaskSettings):
             Method.parse_like(self.base_words)
         names = "bytes_per_step", "like", "received_bytes_per_step", "like_received"
         given = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
-        if given and len(self.densities) > 1:
+        if given and self.densities != CompareConfig.densities:
             given.append(f"densities={self.densities}")
         if len(given) > 1:
-            raise ArgumentError(
-                f"give one of {', '.join(names)} and several densities, got {', '.join(given)}"
-            )
+            raise ArgumentError(f"give one of {', '.join(names)} and densities, got {', '.join(given)}")
 
     def _check_methods(self) -> None:
         identities = {frozenset(map(self._identity, grid.methods.values())) for grid in self.grids}

@@ -18,6 +18,7 @@ LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
 BASES = {"topk": "from Top-k", "dense": "from dense"}  # columns, by what differences are taken from
 CERTAINTY = 0.95  # how often an interval holds the true mean
 
+BY_THE_TEST = "Searches are judged by the test examples, on a seed that does not count."
 BEYOND = 1.05  # of a budget: messages are not all of one length
 MOVED = ("payload", "sent", "received", "dense")  # whose bytes records hold
 
@@ -52,7 +53,7 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         "hardware": sorted({r["hardware"] for r in records}),
         "software": sorted({r["software"] for r in records}),
         "table": [_row(config, result) for result in best_first],
-        "notes": _budget_notes(config, results),
+        "notes": _notes(config, results),
         **({"finding": _finding(config, best_first)} if are_ranked else {}),
     }
 
@@ -67,14 +68,16 @@ def _finding(config: CompareConfig, best_first: Sequence[Mapping[str, Any]]) -> 
     return f"{said} {plain[0]['method']} has {plain[0]['mean']:.4g}{unit}." if plain else said
 
 
-def _budget_notes(config: CompareConfig, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of methods that move fewer bytes than they may, though they send every entry, or more."""
+def _notes(config: CompareConfig, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether the test judges searches; who moves more bytes than it may, or fewer with every entry."""
+    has_validation = config.task == "gpt" and config.tokens != "characters"
+    notes = [] if has_validation or not any(r["search"] for r in results) else [BY_THE_TEST]
     if not config.is_at_equal_bytes:
-        return []
+        return notes
     budget = config.bytes_per_step or config.received_bytes_per_step
     given = f" of {budget:,.0f}" if budget else ""
     moved = {r["method"]: r[f"{config.budgeted}_per_step"] for r in results}
-    notes = [
+    notes += [
         f"{r['method']} leaves a part of the byte budget unused: density 1 moves "
         f"{moved[r['method']]:,.0f}{given} bytes per step."
         for r in results
@@ -173,6 +176,7 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
     for name in MOVED:
         counts = [r[f"{name}_bytes"] for r in ends if f"{name}_bytes" in r]  # records may be older than it
         moved[name] = fmean(counts) / config.stops[-1] if len(counts) == len(ends) else None
+    bits = [r["bits_per_byte"] for r in ends if "bits_per_byte" in r]
     less = moved["dense"] / moved["received"] if moved["dense"] and moved["received"] else None
     off_base = None if base == key else difference(finals, _finals(config, curves[base]))
     return {
@@ -186,7 +190,7 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
         "final": values,
         "mean": fmean(values),
         "std": stdev(values) if len(values) > 1 else None,
-        "bits_per_byte": fmean(r["bits_per_byte"] for r in ends) if "bits_per_byte" in ends[0] else None,
+        "bits_per_byte": fmean(bits) if len(bits) == len(ends) else None,
         **{f"{name}_bytes_per_step": moved[name] for name in MOVED},
         "float32_ring_over_received": less,
         "bfloat16_ring_over_received": less and less / 2,
@@ -207,20 +211,20 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
     return {
         "measure": result["method"],
         "density": result["density"],
-        "payload per step": round(result["payload_bytes_per_step"]),
-        "received per step": received and round(received),
-        "bfloat16 ring / received": result["bfloat16_ring_over_received"],
-        "lr": result["lr"],
-        "picked": search and settings_words(search["picked"]),
-        "search runs": search and f"{len(search['runs'])} of {search['num_points']}",
-        "at the grid's edge": (search and ", ".join(search["at_edge"])) or None,
         config.kind.metric: result["mean"],
         "± std": result["std"],
         "bits per byte": result["bits_per_byte"],
         "seeds": len(result["seeds"]),
+        "diverged": counted(len(result["diverged"]), "seed") if result["diverged"] else None,
         BASES[config.kind.base]: found and round(found["mean"], 12),
         "95 % interval": interval,
-        "diverged": counted(len(result["diverged"]), "seed") if result["diverged"] else None,
+        "lr": result["lr"],
+        "picked": search and settings_words(search["picked"]),
+        "search runs": search and f"{len(search['runs'])} of {search['num_points']}",
+        "at the grid's edge": (search and ", ".join(search["at_edge"])) or None,
+        "payload per step": round(result["payload_bytes_per_step"]),
+        "received per step": received and round(received),
+        "bfloat16 ring / received": result["bfloat16_ring_over_received"],
         "s per run": result["seconds_a_run"],
         "exchange, %": 100 * result["compress_share"],  # of the time: selecting, coding and summing
     }

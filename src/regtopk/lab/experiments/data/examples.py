@@ -64,9 +64,8 @@ def of_text(text: Text, device: str, window: int, most_tested: int) -> Examples:
 
     places, fixed = torch.arange(len(train)), (text.vocabulary_size, text.sha256)
     examples = Examples(train[:, :-1], train[:, 1:], *some(text.test), places, *fixed)
-    if text.validation is None or text.token_bytes is None:
-        return examples
-    return examples._replace(token_bytes=text.token_bytes.to(device), validation=some(text.validation))
+    validation = None if text.validation is None else some(text.validation)
+    return examples._replace(token_bytes=text.token_bytes.to(device), validation=validation)
 
 
 def _fingerprint(*tensors: Tensor) -> str:

@@ -28,8 +28,8 @@ class Text(NamedTuple):
     test: Tensor
     vocabulary_size: int
     sha256: str  # of the text in UTF-8
+    token_bytes: Tensor  # of each token of the vocabulary
     validation: Tensor | None = None  # what searches are judged by; None: the test part
-    token_bytes: Tensor | None = None  # of each token of the vocabulary; None where that is not counted
 
 
 def load_text(path: Path | None, *, tokens: str = "characters", window: int) -> Text:
@@ -59,7 +59,7 @@ def load_text(path: Path | None, *, tokens: str = "characters", window: int) -> 
     if tokens == "gpt2":
         text_sha256 = FILES[str(path)].sha256 if str(path) in TEXTS else sha256(content()).hexdigest()
         (train, validation, test), token_bytes = gpt2_tokens(text_sha256, parts)
-        text = Text(train, test, len(token_bytes), text_sha256, validation, token_bytes)
+        text = Text(train, test, len(token_bytes), text_sha256, token_bytes, validation)
     else:
         text = _of_bytes(content()) if tokens == "bytes" else _of_characters(content(), path)
     shortest = min(len(part) for part in (text.train, text.validation, text.test) if part is not None)
@@ -84,14 +84,15 @@ def _of_characters(content: bytes, path: Path | None) -> Text:
     vocabulary, tokens = np.unique(points, return_inverse=True)
     num_test = len(tokens) // TEST_PART
     train, test = torch.from_numpy(tokens.astype(np.int64)).split([len(tokens) - num_test, num_test])
-    return Text(train, test, len(vocabulary), sha256(content).hexdigest())
+    token_bytes = torch.tensor([len(chr(point).encode()) for point in vocabulary])
+    return Text(train, test, len(vocabulary), sha256(content).hexdigest(), token_bytes)
 
 
 def _of_bytes(content: bytes) -> Text:
     train, validation, test = (
         torch.from_numpy(np.frombuffer(part, np.uint8).astype(np.int64)) for part in _cut(content)
     )
-    return Text(train, test, 256, sha256(content).hexdigest(), validation, torch.ones(256, dtype=torch.int64))
+    return Text(train, test, 256, sha256(content).hexdigest(), torch.ones(256, dtype=torch.int64), validation)
 
 
 def _cut(content: bytes) -> list[bytes]:
