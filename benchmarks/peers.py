@@ -140,6 +140,7 @@ MANY = {
     "dense Muon": {},
     "ours with returned": OUTER | {"outer_momentum": "0.2|0.4|0.6"},
     "streaming MuLoCo in 2 bits": OUTER | {"outer_momentum": "0.4|0.6|0.8"},
+    "MuLoCo in 2 bits": OUTER | {"outer_momentum": "0.4|0.6|0.8"},  # in one piece, for links with latency
     "SparseLoCo": {"every": "4|8|16", "decay": "0.9|0.95|1"},
 }
 SIZES = ("dense AdamW", "dense Muon", "ours with returned", *ADVISED)

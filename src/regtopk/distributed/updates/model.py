@@ -211,11 +211,11 @@ class ModelBuffers:
 
     def keep(self) -> None:
         """A round begins."""
-        now = self.named.items()
+        now = self.named.items() if self._shapes else ()  # to look up all names takes a millisecond
         self._start = {name: buffer.clone() for name, buffer in now if buffer.shape == self._shapes.get(name)}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        now = self.named
+        now = self.named if self._start else {}
         pairs = [(now[name], start) for name, start in self._start.items() if name in now]
         return [(buffer, start) for buffer, start in pairs if buffer.shape == start.shape]
 
@@ -265,7 +265,7 @@ class ModelBuffers:
 
     def put(self, joined: Buffers) -> None:
         """End a round: take over what was joined."""
-        now = self.named
+        now = self.named if joined else {}
         for name, value in joined.items():
             if now[name].shape == value.shape:
                 now[name].copy_(value)

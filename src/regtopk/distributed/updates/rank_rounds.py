@@ -169,7 +169,8 @@ class RankRounds(RoundMaker):
 
     def _join_buffers(self) -> None:
         buffers, steps = self._model.buffers, self._steps
-        buffers.put(buffers.joined(steps.rank, steps.device, buffers.named))
+        now = buffers.named if buffers.are_joined else {}
+        buffers.put(buffers.joined(steps.rank, steps.device, now))
 
     def _is_last(self, fragment: int) -> bool:
         return fragment == self._rounds.fragments - 1
