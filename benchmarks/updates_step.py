@@ -2,8 +2,8 @@
 
 A GPT of 124 million parameters (12 layers of width 768) trains on one device: Muon for the blocks' matrices,
 AdamW for the rest, in bfloat16 by autocast on a GPU. All variants run in turn, round after round, so their
-ratio does not drift with the machine. A round is as many steps as `every`, so that each holds whole rounds
-of every exchange. Printed is the median over rounds of each round's ratio to no exchange. With one rank
+ratio does not drift with the machine. A round is eight steps, so that each holds whole rounds of every
+exchange. Printed is the median over rounds of each round's ratio to no exchange. With one rank
 nothing travels, but everything is selected, coded and decoded. More ranks share the device: over gloo on a
 CPU, over NCCL on a GPU, where each says that it is a host of its own.
 
@@ -29,17 +29,20 @@ from torch.nn import functional as F
 import regtopk
 from regtopk.lab.experiments.networks.gpt import GPT
 
-NUM_TOKENS, HEAD, EVERY, WARM_UP = 50304, 64, 4, 3  # the exchange's kernels are captured from the third on
+NUM_TOKENS, HEAD, WARM_UP = 50304, 64, 3  # the exchange's kernels are captured from the third on
+ROUND = 8  # steps: whole rounds of every variant
+RECIPE = regtopk.recipes.transformer(2)
 TOP = regtopk.TopK(density=0.026, value_code="2bit", impute=0.15)
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "no exchange": None,
-    "every=4, fragments=4": {"algorithm": TOP, "every": EVERY, "fragments": EVERY},
-    "every=4": {"algorithm": TOP, "every": EVERY},
+    "every=4, fragments=4": {"algorithm": TOP, "every": 4, "fragments": 4},
+    "every=4": {"algorithm": TOP, "every": 4},
     "every=4, fragments=4, returned": {
         "algorithm": regtopk.TopK(density=0.026, value_code="2bit", returned=0.03),
-        "every": EVERY,
-        "fragments": EVERY,
+        "every": 4,
+        "fragments": 4,
     },
+    "the recipe": {"algorithm": RECIPE.algorithm, **RECIPE.options},
 }
 
 
@@ -67,7 +70,7 @@ class Trainer:
         dist.barrier()
         self._wait()
         start = time.perf_counter()
-        for _ in range(EVERY):
+        for _ in range(ROUND):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             with torch.autocast(self.tokens.device.type, torch.bfloat16, enabled=self.is_cuda):
@@ -76,7 +79,7 @@ class Trainer:
             for optimizer in self.optimizers:
                 optimizer.step()
         self._wait()
-        return (time.perf_counter() - start) / EVERY
+        return (time.perf_counter() - start) / ROUND
 
     def _wait(self) -> None:
         if self.is_cuda:

@@ -83,8 +83,8 @@ def advice_table() -> str:
 
 def muon_table() -> str:
     """What came of our advice with Muon."""
-    heads = ["measured with", "ends at", ", ".join(PICKED), BYTES]
-    return _table(heads, [_cells(line, says_beside=False) for line in WITH_MUON])
+    heads = ["measured with", "ends at", *PICKED, BYTES]
+    return _table(heads, [_cells(line, has_columns=True) for line in WITH_MUON])
 
 
 def sgd_table() -> str:
@@ -97,8 +97,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)) + "\n"
 
 
-def _cells(line: Line, *, says_beside: bool = True) -> list[str]:
-    """The network, the end, what stands beside it, and the bytes as a part of a ring of bfloat16."""
+def _cells(line: Line, *, has_columns: bool = False) -> list[str]:
+    """The network, the end, what stands beside it, in one cell or each in its column, and the bytes."""
     row, records = row_of(line.run, line.words), read_records(ROOT / "docs" / "results" / line.run)
     found = [words.split(": ") if ": " in words else (line.run, words) for words in line.beside.values()]
     others = dict(zip(line.beside, (row_of(*each) for each in found), strict=True))
@@ -107,11 +107,12 @@ def _cells(line: Line, *, says_beside: bool = True) -> list[str]:
     if received is None:  # the record has what is sent alone
         method = PlannedMethod.of(Method.parse(row["method"]), row["density"], "4bit")
         received = exchange_of(method, Workload.of_size(RESNET), num_workers).received_bytes_per_step
+    beside = ", ".join(f"{name} {_end(other)}" for name, other in others.items())
     size = f"{received / 1e6:.1f} MB" if received > 1e6 else f"{received / 1e3:.3g} kB"
     return [
         f"{line.network}; {num_workers} workers, {num_steps:,} steps",
         f"**{_end(row)}** {'%' if row['mean'] > 20 else 'nats'}, {len(row['seeds'])} seeds",
-        ", ".join(f"{name} {_end(other)}" if says_beside else _end(other) for name, other in others.items()),
+        " | ".join(map(_end, others.values())) if has_columns else beside,
         f"{size}, 1/{ring / received:.0f}",
     ]
 

@@ -50,6 +50,7 @@ UPDATES: dict[str, tuple[Any, dict[str, Any]]] = {
     "delay": (TOPK, {"every": 3, "delay": 1}),
     "both": (TOPK, {"every": 4, "fragments": 2, "delay": 1}),
     "returned": (regtopk.TopK(density=0.1, returned=0.05, value_code="4bit"), {"every": 2}),
+    "signs": (regtopk.recipes.transformer(2).algorithm, {"every": 2, "fragments": 2, "index_code": "rice"}),
     "dense in 4 bits": (regtopk.Dense(value_code="4bit", sum_code="4bit"), {"every": 2}),
     "an outer optimizer": (TOPK, {"every": 2, "outer": partial(torch.optim.SGD, lr=0.7, momentum=0.9)}),
 }
