@@ -1,8 +1,8 @@
 """Owners of entries: who adds up an entry where sums come back in part.
 
 Entry j belongs to worker j mod A of the A workers that have weight, and is entry j // A of what it owns. So
-every owner has as many entries of each layer as any other, and about as many bytes to receive. The rule is
-`owners_of`, and `entries_of` is its inverse.
+every owner has as many entries of each layer as any other, and about as many bytes to receive. `for_owners_`
+deals them out, and `entries_of` says where they came from.
 """
 
 from collections.abc import Container, Sequence
@@ -12,11 +12,6 @@ from torch import Tensor
 
 from regtopk.core.codes import quantise
 from regtopk.core.sparse import SparseGradient
-
-
-def owners_of(indices: Tensor, num_owners: int) -> tuple[Tensor, Tensor]:
-    """Who owns entries of the vector, and at which place of what it owns."""
-    return indices % num_owners, indices // num_owners
 
 
 def entries_of(owners: Tensor | int, places: Tensor, num_owners: int) -> Tensor:
@@ -39,8 +34,8 @@ def for_owners_(residual: Tensor, sent: SparseGradient, num_owners: int, code: s
 
     The residual gets back what the code loses.
     """
-    owner, _ = owners_of(sent.indices, num_owners)
-    order = owner.argsort(dim=-1, stable=True)
+    owner = sent.indices % num_owners
+    order = owner.to(torch.int16 if num_owners < 1 << 15 else torch.int32).argsort(dim=-1, stable=True)
     count = owner.new_zeros(*owner.shape[:-1], num_owners).scatter_add_(-1, owner, torch.ones_like(owner))
     first = count.cumsum(-1) - count
     place = torch.arange(max(1, int(count.max())), device=owner.device)
@@ -50,8 +45,7 @@ def for_owners_(residual: Tensor, sent: SparseGradient, num_owners: int, code: s
     indices, values = indices.where(is_valid, 0), values.where(is_valid, 0)
     coded = quantise(values, code, count)
     residual.scatter_add_(-1, indices.flatten(-2), (values - coded).flatten(-2))
-    _, places = owners_of(indices, num_owners)
-    return SparseGradient(places, coded, num_owned(sent.numel, num_owners), count, code)
+    return SparseGradient(indices // num_owners, coded, num_owned(sent.numel, num_owners), count, code)
 
 
 def owed_to(fields: Container[str]) -> str:
