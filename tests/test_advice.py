@@ -10,7 +10,7 @@ import regtopk
 from regtopk import recipes
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.method import Method
-from regtopk.lab.plan.methods import ADVISED, PlannedMethod, planned_methods
+from regtopk.lab.plan.methods import ADVISED, PlannedMethod, advised_with, planned_methods
 from regtopk.lab.plan.page import as_code
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def test_first_lines_to_copy_are_what_the_page_advises(section: str, texts: list
 def test_plan_and_train_know_what_the_page_advises() -> None:
     planned = {
         as_code(PlannedMethod.of(words, float(words.options["density"] or 0), "4bit"))
-        for words in map(Method.parse, ADVISED)
+        for words in map(Method.parse, (*ADVISED["sgd"], *ADVISED["adamw"]))
     }
     sgd, (adamw, rounds) = advised(SGD)[0], advised(ADAMW)
     assert f"exchange = regtopk.attach(model, {code_of(sgd)})" in planned
@@ -114,7 +114,7 @@ def test_what_comes_back_in_part_is_said_to_be_measured_with_muon_alone() -> Non
         assert any("AdamW" in part for part in told), name
     page = read("docs/which-method.md").split(f"## {ADAMW}\n")[1].split("**From 17 workers on**")[1]
     (planned,) = (each for each in planned_methods(exchange="updates") if each.returned is not None)
-    assert not planned.is_advised and made(as_code(planned)) == made(page)[:1]
+    assert planned not in advised_with("adamw") and made(as_code(planned)) == made(page)[:1]
     assert all(f"{name}={value}" in page.split("\n\n")[0] for name, value in planned.turns.items())
 
 

@@ -160,6 +160,10 @@ SEEDS = "seeds must be a number, or different ones like 3,4,5 or 2-6, got '0'"
         ("train --set num_workers=1", "regtopk: num_workers must be an integer of at least 2, got 1"),
         ("compare toy --algorithms=", "regtopk: --algorithms must be given with a value, got ''"),
         ("compare toy --resume --force", "give one of --resume and --force, got both"),
+        (
+            "compare digits --density 0.01 --like topk:0.1:raw32:float32",
+            "regtopk: --density must not stand with a budget of bytes, got 0.01",
+        ),
         ("train --workers 257", "regtopk: --workers must be at most 256, got 257"),
         ("train --set num_evaluations=-1", "num_evaluations must be an integer of at least 1, got -1"),
         (f"train --seeds {MANY}", f"seeds must be at most 10000, got '{MANY}'"),

@@ -1,6 +1,7 @@
 """Recipes are plain options, and their bytes are those that the simulator counts."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +21,15 @@ NUMEL = 400_000
 @pytest.mark.parametrize("num_workers", [4, 24])
 def test_bytes_are_those_of_the_simulator(num_workers: int) -> None:
     for recipe in recipes.for_workers(num_workers):
-        fragment = NUMEL // recipe.fragments
-        cluster = Cluster(recipe.algorithm, num_workers=num_workers, index_code=recipe.index_code)
-        cluster.step(torch.randn(num_workers, fragment, generator=torch.Generator().manual_seed(0)))
-        counted = float(cluster.last_step.received_bytes.double().mean()) * recipe.fragments / recipe.every
-        assert recipe.received_bytes(NUMEL, num_workers) == pytest.approx(counted, rel=0.03)
+        check_bytes(recipe, num_workers)
+
+
+def check_bytes(recipe: recipes.ExchangeRecipe, num_workers: int) -> None:
+    fragment = NUMEL // recipe.fragments
+    cluster = Cluster(recipe.algorithm, num_workers=num_workers, index_code=recipe.index_code)
+    cluster.step(torch.randn(num_workers, fragment, generator=torch.Generator().manual_seed(0)))
+    counted = float(cluster.last_step.received_bytes.double().mean()) * recipe.fragments / recipe.every
+    assert recipe.received_bytes(NUMEL, num_workers) == pytest.approx(counted, rel=0.03)
 
 
 @pytest.mark.parametrize("numel", [1_000, 4_800_000, 124_000_000, 1_000_000_000])
@@ -38,6 +43,14 @@ def test_latencies_are_those_of_the_planner(numel: int, num_workers: int) -> Non
         planned = exchange_of(method, Workload.of_size(numel), num_workers)
         latencies = planned.num_parts * sum(move.on_link_s(alone, "cpu") for move in planned.moves)
         assert recipe.trips(numel, num_workers) == pytest.approx(latencies / planned.every)
+
+
+def test_a_recipe_that_is_changed_has_bytes_and_latencies() -> None:
+    changed = recipes.ExchangeRecipe(regtopk.TopK(density=0.026, value_code="2bit", impute=0.15), 1.1, 4, 4)
+    check_bytes(changed, 4)
+    assert changed.trips(4_800_000, 4) == 4 and changed.trips(124_000_000, 4) == 2 * (1 + 3)
+    whole = replace(changed, algorithm=regtopk.TopK(density=1, returned=1))
+    assert whole.received_bytes(1000, 4) > 3 * 2 * 63 * 4  # two float32 of each entry that another owns
 
 
 def test_options_are_those_of_an_exchange() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from regtopk.core.options import counted
 from regtopk.lab.method import Method
 from regtopk.lab.plan.exchange import Workload, exchange_of
 from regtopk.lab.plan.methods import PlannedMethod
@@ -50,7 +51,7 @@ ADVICE = [
     Line(
         "with SGD, workers with different data", CONSENSUS, f"{CIFAR}, few classes each",
         "fig3-non-iid-bytes", "consensus",
-        {"dense": "dense:value_code=float32", "Top-k in as many bytes": "topk"},
+        {"dense": "dense:value_code=float32:lr=0.1", "Top-k in as many bytes": "topk"},
     ),
     Line(
         "with SGD and momentum, data spread evenly", DGC, CIFAR, "fig3-paper-bytes", "dgc:lr=0.1",
@@ -105,19 +106,26 @@ def _cells(line: Line, *, has_columns: bool = False) -> list[str]:
     num_steps, num_workers = max(record["step"] for record in records), row["num_workers"]
     ring, received = (received_bytes(next(iter(others.values()))) or 0) / 2, received_bytes(row)
     if received is None:  # the record has what is sent alone
+        assert line.network.startswith(CIFAR)
         method = PlannedMethod.of(Method.parse(row["method"]), row["density"], "4bit")
         received = exchange_of(method, Workload.of_size(RESNET), num_workers).received_bytes_per_step
-    beside = ", ".join(f"{name} {_end(other)}" for name, other in others.items())
+    unit, num_seeds = "%" if line.network.startswith(CIFAR) else "nats", len(row["seeds"])
+    ends = {name: _end(other, unit) + _seeds(other, num_seeds) for name, other in others.items()}
     size = f"{received / 1e6:.1f} MB" if received > 1e6 else f"{received / 1e3:.3g} kB"
     return [
         f"{line.network}; {num_workers} workers, {num_steps:,} steps",
-        f"**{_end(row)}** {'%' if row['mean'] > 20 else 'nats'}, {len(row['seeds'])} seeds",
-        " | ".join(map(_end, others.values())) if has_columns else beside,
+        f"**{_end(row, unit)}** {unit}, {num_seeds} seeds",
+        " | ".join(ends.values()) if has_columns else ", ".join(map(" ".join, ends.items())),
         f"{size}, 1/{ring / received:.0f}",
     ]
 
 
-def _end(row: Row) -> str:
+def _seeds(row: Row, num_usual: int) -> str:
+    return "" if len(row["seeds"]) == num_usual else f" ({counted(len(row['seeds']), 'seed')})"
+
+
+def _end(row: Row, unit: str) -> str:
     """The mean over seeds, and how far they spread."""
-    digits = 1 if row["mean"] > 20 else 3  # percent, or nats
-    return f"{row['mean']:.{digits}f} ± {row['std']:.{digits}f}"
+    digits = 1 if unit == "%" else 3
+    spread = "" if row["std"] is None else f" ± {row['std']:.{digits}f}"
+    return f"{row['mean']:.{digits}f}{spread}"

@@ -9,7 +9,7 @@ from regtopk.lab.method import Method
 from regtopk.lab.runs.reading import read_header, read_records
 
 ROOT = Path(__file__).parents[1]
-GATHERED = ("topk", "sparseloco", "demo")  # a rank receives the messages of all others
+GATHERED = ("topk", "dgc", "sparseloco", "demo")  # a rank receives the messages of all others
 Row = dict[str, Any]
 
 

@@ -33,7 +33,7 @@ class ExchangeRecipe:
     """What to run on updates, and how often.
 
     Args:
-        algorithm: what is run; of Top-k the largest sums come back.
+        algorithm: what is run.
         steps: to the loss that dense training has after half of its steps, over dense's.
         every: local steps per round.
         fragments: parts of the model that are exchanged in turn.
@@ -71,14 +71,15 @@ class ExchangeRecipe:
         """The bytes of what is sent to each rank of one fragment, and whether all ranks get the same."""
         size, algorithm = math.ceil(numel / self.fragments), self.algorithm
         if isinstance(algorithm, Dense):
-            codes = algorithm.value_code, algorithm.sum_code
-            sent, back = (max(region_bytes(size, num_workers, (), torch.float32, code)) for code in codes)
-        else:
-            told: Any = {"value_code": algorithm.value_code, "index_code": self.index_code}
-            owned, shares = num_owned(size, num_workers), (algorithm.density, algorithm.returned)
-            counts = [max(1, round(share * owned)) for share in shares if isinstance(share, float)]
-            sent, back = (full_message_bytes(k, owned, dtype=torch.float32, **told) for k in counts)
-        return [(sent, False), (back, True)]
+            both = algorithm.value_code, algorithm.sum_code
+            parts, sums = (max(region_bytes(size, num_workers, (), torch.float32, code)) for code in both)
+            return [(parts, False), (sums, True)]
+        codes: Any = {"value_code": algorithm.value_code, "index_code": self.index_code}
+        owned = size if algorithm.returned is None else num_owned(size, num_workers)
+        shares: Any = [share for share in (algorithm.density, algorithm.returned) if share is not None]
+        counts = [max(1, round(share * owned)) for share in shares]
+        *sent, last = (full_message_bytes(k, owned, dtype=torch.float32, **codes) for k in counts)
+        return [*((num_bytes, False) for num_bytes in sent), (last, True)]
 
 
 def _signs(steps: float, outer_lr: float, momentum: float) -> ExchangeRecipe:

@@ -160,10 +160,15 @@ NO_UPDATES = "must hold 'updates': this was saved by something else"
 OF_SAVED, SIX = "of the saved optimizer must be", "must be [[0, 1, 2, 3, 4, 5]]"
 SMALLER = {"1.running_mean": torch.zeros(3)}
 MOMENT = "exp_avg of the saved optimizer must have its parameter's shape, ("
+MEAN, OWN = "shape of '1.running_mean'", "must be that of the saved state"
 DAMAGES: list[tuple[Any, str]] = [
     (
         lambda saved, mine: saved["updates"]["start"]["0.bias"].fill_(torch.nan),
         "start of '0.bias' in the saved state must be finite, got a NaN or inf",
+    ),
+    (
+        lambda saved, mine: saved["updates"]["start"].update({"0.bias": torch.zeros(3)}),
+        f"shape of '0.bias' (where the round began) {OWN}, (3,), got (16,)",
     ),
     (in_group(params=[0, 1, 2, 3, 4]), f"parameters of the optimizer's groups {SIX}, got [[0, 1, 2, 3, 4]]"),
     (in_group(params=[1, 0, 2, 3, 4, 5]), f"{SIX}, got [[1, 0, 2, 3, 4, 5]]"),
@@ -180,15 +185,15 @@ DAMAGES: list[tuple[Any, str]] = [
     (lambda saved, mine: saved["updates"].update(inner="SGD"), "saved state, 'SGD', got 'AdamW'"),
     (
         lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"),
-        "of buffers of '1.running_mean' must",
+        f"{MEAN} (a buffer) {OWN}, None, got (16,)",
     ),
     (
         put_in("buffers", "now", **SMALLER),
-        "_mean' must be that of the saved state, (3,), got (16,)",
+        f"{MEAN} (a buffer) {OWN}, (3,), got (16,)",
     ),
     (
         put_in("buffers", "start", **SMALLER),
-        "start of '1.running_mean' must be that of",
+        f"{MEAN} (a buffer, where the round began) {OWN}, (3,), got (16,)",
     ),
     (lambda saved, mine: saved.pop("updates"), f"a saved UpdateExchange {NO_UPDATES}"),
     (put_in(parameters=None), "the saved state is malformed: TypeError"),
@@ -197,7 +202,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (put_in(skipped="ab"), "skipped fragments must be that of the saved state, 2"),
     (
         put_in(sent={"0.bias": torch.zeros(3)}),
-        "shape of what was sent of '0.bias' must be that of the saved state, (3,), got",
+        f"shape of '0.bias' (what was sent) {OWN}, (3,), got (16,)",
     ),
     (
         lambda saved, mine: saved["updates"]["outer_state"][0].update(state=[1]),

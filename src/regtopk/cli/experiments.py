@@ -76,6 +76,8 @@ def run(
         if name in FLAGS and name in chosen:  # it was typed as an option
             raise ArgumentError(f"{FLAGS[name]} {rule}") from None
         raise
+    if "densities" in chosen and getattr(config, "is_at_equal_bytes", False) and not resume:
+        raise ArgumentError(f"--density must not stand with a budget of bytes, got {chosen['densities']}")
     typed = ["regtopk", *request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
     folder = out or default_folder(request.name, resume=resume, force=force)
     try:

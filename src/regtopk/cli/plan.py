@@ -138,7 +138,8 @@ def _measured(device: str, path: Path) -> Calibration:
         typer.echo(said, err=True)
     with progress_bar("calibration") as progress:
         costs = calibrate(device, progress)
-    costs.machine.update({"busy": f"load {load:.1f}"} if is_busy else {})
+    if is_busy:
+        costs.machine["busy"] = f"load {load:.1f}"
     try:
         costs.write(path)
     except OutputError as error:

@@ -246,17 +246,17 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
     facts += [
-        ("shape at the start", model.parameters.shapes, shapes_of(new.start)),
-        ("shape of parameters", model.parameters.shapes, shapes_of({**new.parameters} or new.start)),
-        ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
-        ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
-        ("shape of what was sent", {name: model.parameters.shapes[name] for name in under_way}, sent),
+        ("where the round began", model.parameters.shapes, shapes_of(new.start)),
+        ("now", model.parameters.shapes, shapes_of({**new.parameters} or new.start)),
+        ("a buffer", buffers, shapes_of(new.buffers["now"])),
+        ("a buffer, where the round began", {name: buffers.get(name) for name in begun}, begun),
+        ("what was sent", {name: model.parameters.shapes[name] for name in under_way}, sent),
         ("number of skipped fragments", rounds.fragments if sent else 0, len(new.skipped)),
     ]
     for what, own, found in facts:
         if isinstance(own, dict) and isinstance(found, dict):  # of each parameter: the first that differs
             name = next((n for n in {**found, **own} if own.get(n) != found.get(n)), "")
-            what, own, found = f"{what} of {name!r}", own.get(name), found.get(name)
+            what, own, found = f"shape of {name!r} ({what})", own.get(name), found.get(name)
         if own != found:
             raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
     for name, tensor in new.start.items():

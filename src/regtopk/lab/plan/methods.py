@@ -23,15 +23,14 @@ UPDATES_DENSITIES = (0.01, 0.025, 0.05)  # of updates, unless told: rarer rounds
 RETURNED_UPDATES = "topk:density=0.01:returned=0.01:value_code=4bit"  # for many workers: docs/returned.md
 MOST_FRAGMENTS = 8
 SLOWER_UPDATES = f"{ADVISED_UPDATES}:density=0.0008:exchange=updates:every=2:fragments=2"  # a tenth
-SLOWER_MUON = "topk:density=0.0041:value_code=2bit:impute=0.1:exchange=updates:every=8:fragments=8"
-# what docs/which-method.md advises with SGD and with AdamW, beside the recipes for Muon; a test compares
-ADVISED = (
-    "consensus:density=0.01:value_code=4bit",
-    f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2:fragments=2",
-    f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2",
-    SLOWER_UPDATES,
-    SLOWER_MUON,
-)
+# what docs/which-method.md advises, beside the recipes for Muon; a test compares
+ADVISED = {
+    "sgd": ("consensus:density=0.01:value_code=4bit",),
+    "adamw": (
+        f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2:fragments=2",
+        f"{ADVISED_UPDATES}:density=0.01:exchange=updates:every=2",
+    ),
+}
 
 
 class PlannedMethod(NamedTuple):
@@ -55,11 +54,6 @@ class PlannedMethod(NamedTuple):
     def algorithm(self) -> str:
         """The name alone."""
         return self.name.partition(":")[0]
-
-    @property
-    def is_advised(self) -> bool:
-        """Whether it is one of those that docs/which-method.md advises."""
-        return self in _advised()
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -111,7 +105,6 @@ def planned_methods(
             if densities:
                 raise ArgumentError(f"density must stand in --algorithms with Muon, got {list(densities)}")
             labels = [words_of(recipe, every) for recipe in recipes.for_workers(num_workers)]
-            labels += [SLOWER_MUON] if every is None else []
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
         raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
@@ -121,9 +114,11 @@ def planned_methods(
 
 
 @cache
-def _advised() -> frozenset[PlannedMethod]:
-    measured = map(words_of, (*recipes.for_workers(2), *recipes.for_workers(recipes.MANY_FROM)))
-    return frozenset(each for label in (*ADVISED, *measured) for each in _ways(Method.parse(label), ()))
+def advised_with(optimizer: str) -> frozenset[PlannedMethod]:
+    """What docs/which-method.md advises."""
+    few, many = recipes.for_workers(2), recipes.for_workers(recipes.MANY_FROM)
+    labels = ADVISED.get(optimizer, map(words_of, (*few, *many)))
+    return frozenset(each for label in labels for each in _ways(Method.parse(label), ()))
 
 
 def words_of(recipe: recipes.ExchangeRecipe, every: int | None = None) -> str:

@@ -12,7 +12,7 @@ from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import PlannedExchange, Workload, exchange_of, move_work
 from regtopk.lab.plan.learning import relative_steps
 from regtopk.lab.plan.link import hidden_s
-from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
+from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod, advised_with
 
 EQUAL = 1.05  # methods whose times differ by less are equally fast
 FAST = 25e9  # from here on machines have RDMA or NVLink, which is not predicted: no compression is advised
@@ -115,7 +115,7 @@ class LinkPlan(NamedTuple):
 
 
 def best_of(predictions: Sequence[Prediction], here: Situation) -> Prediction:
-    """The least time to a loss. Of those within 5 %: updates, then the fewest steps, then the most bytes.
+    """The least time to a loss. Of those within 5 %: no compression, or the fewest steps, then most bytes.
 
     It is one that docs/which-method.md advises, or no compression, if such methods were asked for. Otherwise
     it is one with a record; or, if there is none of ours, one that is taken to need the steps of dense. Of
@@ -125,13 +125,15 @@ def best_of(predictions: Sequence[Prediction], here: Situation) -> Prediction:
         return next(p for p in predictions if p.method == DENSE)
     is_sgd = here.optimizer == "sgd"
     ours = [p for p in predictions if p.method not in TORCH and (is_sgd or p.method.rounds.has_updates)]
-    advised = [p for p in ours if p.method.is_advised]
+    advised = [p for p in ours if p.method in advised_with(here.optimizer)]
     others = UNCOMPRESSED if advised else TORCH
     found = [p for p in advised or ours if p.relative_steps is not None] or advised or ours
     found += [p for p in predictions if p.method in others and p.relative_steps is not None]
     fastest = min(p.time_to_loss for p in found)
     near = [p for p in found if p.time_to_loss <= EQUAL * fastest]
-    near = [p for p in near if p.method.rounds.has_updates] or near
+    plain = [p for p in near if p.method in UNCOMPRESSED]
+    if plain:
+        return min(plain, key=lambda p: p.rank)
     return min(near, key=lambda p: (p.relative_steps or inf, -p.exchange.bytes_per_step))
 
 

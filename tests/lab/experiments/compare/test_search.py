@@ -58,6 +58,7 @@ def test_a_row_says_what_was_picked_among_what(tmp_path: Path, trained: list[tup
     """All rows have five runs, and the one with fewer points has those; the label is that of the words."""
     lists = f"dense,topk:lr=0.2|0.1:density=0.02|0.1,{UPDATES}"
     summary = compare(tmp_path, algorithms=lists, lr=(1e-6, 0.2, 1e-5), num_search_runs=5, seeds="2")
+    assert summary["notes"] == ["Searches are judged by the test examples, on a seed that does not count."]
     dense, topk, updates = summary["results"]
     assert [r["method"] for r in summary["results"]] == lists.split(",")
     assert [len(r["search"]["runs"]) for r in summary["results"]] == [3, 4, 5]

@@ -35,6 +35,7 @@ def test_a_preset_evaluates_at_round_steps_and_its_network_takes_its_images(pres
     network = NETWORKS[config.kind.architecture](10).to("meta")  # type: ignore[attr-defined]
     size = {"cifar10": (2, 3, 32, 32), "digits": (2, 1, 8, 8)}[config.kind.data_set]  # type: ignore[attr-defined]
     assert network(torch.zeros(size, device="meta")).shape == (2, 10)
+    assert replace(config, like="topk:0.001:raw32:float32").is_at_equal_bytes  # as the recorded ones ran
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -106,7 +106,7 @@ class CompareConfig(TaskSettings):
             Method.parse_like(self.base_words)
         names = "bytes_per_step", "like", "received_bytes_per_step", "like_received"
         given = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
-        if given and self.densities != CompareConfig.densities:
+        if given and len(self.densities) > 1:
             given.append(f"densities={self.densities}")
         if len(given) > 1:
             raise ArgumentError(f"give one of {', '.join(names)} and densities, got {', '.join(given)}")

@@ -86,8 +86,10 @@ class Descent:
             decays = [torch.full((x.numel,), recipe.weight_decay * (len(x.shape) > 1)) for x in layout.layers]
             self._decays = [torch.cat(decays).to(model)]
             make = partial(recipe.make, fused=True) if model.is_cuda else recipe.make  # one pass over memory
-            muon = None if momentum is None else FlatMuon(model, layout, make, lr, momentum)
-            self.optimizers = [muon or make([model], lr=lr)]
+            if momentum is None:
+                self.optimizers = [make([model], lr=lr)]
+            else:
+                self.optimizers = [FlatMuon(model, layout, make, lr, momentum)]
         else:
             self._parameters = list(model.parameters())
             self._decays = [p.new_tensor(recipe.weight_decay * (p.dim() > 1)) for p in self._parameters]
