@@ -62,10 +62,15 @@ def test_options_are_those_of_an_exchange() -> None:
 
 
 def test_the_soonest_is_chosen() -> None:
-    def chosen(**link: float) -> recipes.ExchangeRecipe:
-        return recipes.transformer(8, numel=4_800_000, step_s=0.03, link=Link(**link))
+    def chosen(**told: float) -> recipes.ExchangeRecipe:
+        link = Link(**told)
+        found = recipes.transformer(8, numel=4_800_000, step_s=0.03, link=link)
+        assert found.options["link"] == found.link == link
+        return replace(found, link=None)
 
     signs, whole = recipes.for_workers(8)
+    known = replace(whole, link=Link(1e8, 0.02))
+    assert known.trips(4_800_000, 8) == 6 / 16 < whole.trips(4_800_000, 8)  # sums do not go round a ring
     assert chosen(bandwidth=1e10) == chosen(bandwidth=1e6) == signs == recipes.transformer(8)
     assert chosen(bandwidth=1e8, latency_s=0.02) == whole
     many = [recipes.transformer(64).received_bytes(124_000_000, n) for n in (64, 256)]

@@ -20,7 +20,7 @@ from regtopk.core.link import Link
 from regtopk.core.options import check_integer, check_positive
 from regtopk.core.owners import num_owned
 from regtopk.core.regions import region_bytes
-from regtopk.core.traffic import LONGEST_DIRECT_BYTES
+from regtopk.core.traffic import goes_directly
 from regtopk.errors import ArgumentError
 from regtopk.rounds import Outer
 
@@ -39,6 +39,7 @@ class ExchangeRecipe:
         fragments: parts of the model that are exchanged in turn.
         outer: of the SGD that applies the aggregate; None: it is applied as it is.
         index_code: how messages tell which entries they have.
+        link: between ranks, if it is known: long messages then go the shorter way.
     """
 
     algorithm: TopK | Dense
@@ -47,11 +48,13 @@ class ExchangeRecipe:
     fragments: int
     outer: Outer | None = None
     index_code: str = INDEX_CODE
+    link: Link | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The keywords of `UpdateExchange`."""
-        told = {} if self.index_code == INDEX_CODE else {"index_code": self.index_code}
+        told: dict[str, Any] = {} if self.index_code == INDEX_CODE else {"index_code": self.index_code}
+        told |= {"link": self.link} if self.link else {}
         outer = {"outer": partial(torch.optim.SGD, **self.outer._asdict())} if self.outer else {}
         return {"every": self.every, "fragments": self.fragments, **told, **outer}
 
@@ -59,7 +62,8 @@ class ExchangeRecipe:
         """Latencies per step over gloo: two a hop, as receivers first say that they are ready."""
         others, found = num_workers - 1, [(0, False), *self._messages(numel, num_workers)]  # an agreement
         ring = others + (self.index_code == "rice" and others > 1)  # which must know the lengths before
-        hops = (ring if for_all and n > LONGEST_DIRECT_BYTES else min(1, others) for n, for_all in found)
+        direct = (not for_all or goes_directly(size, num_workers, self.link) for size, for_all in found)
+        hops = [min(1, others) if is_direct else ring for is_direct in direct]
         return 2 * sum(hops) * self.fragments / self.every
 
     def received_bytes(self, numel: int, num_workers: int) -> float:
@@ -128,4 +132,5 @@ def transformer(
     check_positive("step_s", step_s)
     assert numel is not None and step_s is not None
     time_s, sizes = replace(link, compute_s=step_s).time_s, (numel, num_workers)
-    return min(recipes, key=lambda r: r.steps * time_s(r.received_bytes(*sizes), r.trips(*sizes)))
+    known = [replace(recipe, link=link) for recipe in recipes]
+    return min(known, key=lambda r: r.steps * time_s(r.received_bytes(*sizes), r.trips(*sizes)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from math import inf
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regtopk import Exchange, TopK
+from regtopk import Exchange, Link, TopK
+from regtopk.core.traffic import goes_directly
 from regtopk.distributed.transport import told
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.transport.rooms import Rooms
@@ -113,6 +115,29 @@ def test_long_messages_go_round_a_ring_without_room_to_spare() -> None:
         assert found.sizes == [(1 << 17) + n for n in range(4)]
     assert collectives.num_trips == 6
     assert collectives.last_sizes == [32] * 4  # nothing of a message before its second trip
+
+
+@on_ranks(4)
+def test_on_a_known_link_with_latency_long_messages_go_to_each_rank_directly() -> None:
+    long = torch.full((1 << 18,), dist.get_rank(), dtype=torch.uint8)
+    for latency_s, is_direct in ((0.0, False), (0.02, True)):
+        collectives = Counts(group_or_default(None), Link(bandwidth=1e8, latency_s=latency_s))
+        assert collectives.goes_directly(long.nbytes, long.device) == is_direct
+        for _ in range(2):
+            collectives.rooms.begin()
+            (found,) = told.exchange(collectives, [Sent([long], [0], LIMITS)])
+            assert all(torch.equal(each, torch.full_like(each, n)) for n, each in enumerate(found.messages))
+        assert collectives.num_trips == (3 if is_direct else 4)  # the second one is foretold
+
+
+def test_the_shorter_way_is_reckoned() -> None:
+    link, fast = Link(bandwidth=1e8, latency_s=0.02), Link(bandwidth=1e8)
+    assert goes_directly(1 << 17, 8) and not goes_directly(1 + (1 << 17), 8)
+    assert goes_directly(1 << 17, 8, fast) and not goes_directly(1 + (1 << 17), 8, fast)
+    assert goes_directly(340_000, 8, link) and not goes_directly(3_000_000, 8, link)
+    assert goes_directly(1 << 20, 2, fast) and not goes_directly(1 << 20, 3, fast)  # two are a ring
+    endless = Link(bandwidth=1e8, latency_s=inf)
+    assert goes_directly(1 << 21, 8, endless) and not goes_directly(1 << 22, 8, endless)  # copies for all
 
 
 @on_ranks(4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.codes import full_message_bytes, message_bytes
+from regtopk.core.link import Link
 from regtopk.core.regions import region_bytes
 from regtopk.core.requests import Broadcast, DenseSum, FromOwners, Gather, Peek, Request, SparseSum, ToOwners
 from regtopk.core.sparse import SparseGradient
@@ -18,10 +19,20 @@ from regtopk.core.worker import Worker
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
 # every rank directly, as many bytes take one. Long vectors keep to the ring, which shares the links more
 # evenly: on 4 ranks at 100 Mbit/s without latency, 100 kB took as long both ways, 250 kB a third longer.
-LONGEST_DIRECT_BYTES = 1 << 17
+LONGEST_DIRECT_BYTES, DIRECT_TAKES = 1 << 17, 4 / 3
 # Two ranks are a ring of one trip either way, and gloo's own was slower at all lengths: by 30 ms for 0.7 MB
 # between two processes of one machine. Copies for every rank should not take much memory, though.
 LONGEST_BYTES_OF_TWO = 1 << 24
+
+
+def goes_directly(num_bytes: float, num_workers: int, link: Link | None = None) -> bool:
+    """Whether a vector for all is sent to each directly: if it is short, or sooner there on a known link."""
+    if link is None or num_workers == 2:
+        return num_bytes <= (LONGEST_BYTES_OF_TWO if num_workers == 2 else LONGEST_DIRECT_BYTES)
+    moved = (num_workers - 1) * num_bytes
+    is_sooner = link.time_s(DIRECT_TAKES * moved, 2) <= link.time_s(moved, 2 * (num_workers - 1))
+    return num_bytes <= LONGEST_DIRECT_BYTES or (is_sooner and moved <= LONGEST_BYTES_OF_TWO)
+
 
 _Cluster = tuple[int, tuple[int, ...], torch.device]  # how many workers, which of them idle, and where
 NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")

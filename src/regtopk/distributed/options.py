@@ -47,7 +47,8 @@ class ExchangeOptions(TypedDict, total=False):
         index_code: how indices are coded: "elias-fano" (if not given), "rice" or "raw32".
         collective: how sparse sums run: "all_gather", "split", or "auto" (if not given): what takes less time
             on the link, or what brings fewer bytes if no link is given.
-        link: what is known of the link between ranks, a `regtopk.Link`; None if not given.
+        link: what is known of the link between ranks, a `regtopk.Link`; None if not given. Where its latency
+            makes a ring slow, gloo's long messages for all go to each rank directly.
         deterministic: whether uncoded dense vectors are summed in rank order too, not in the backend's order;
             True if not given.
         residual_dtype: how residuals are kept between steps: "float32" (if not given), or "bfloat16" in half

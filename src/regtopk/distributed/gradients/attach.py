@@ -155,7 +155,7 @@ class Exchange(ExchangeBase):
         **options: Unpack[ExchangeOptions],
     ) -> None:
         checked = Options(grad_scaler=grad_scaler, **options)
-        collectives = Collectives(group_or_default(checked.process_group))
+        collectives = Collectives(group_or_default(checked.process_group), checked.link)
         kind = Kind("regtopk.Exchange")
         super().__init__(Steps(Parameters(parameters), algorithm, collectives, checked, kind))
         self._warn_of_one_rank()

@@ -55,8 +55,8 @@ class SparseHookState(ExchangeBase):
                 f"{checked.process_group!r}"
             )
         parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
-        kind = Kind("regtopk.attach")
-        super().__init__(Steps(parameters, algorithm, Collectives(ddp.process_group), checked, kind))
+        ranks = Collectives(ddp.process_group, checked.link)
+        super().__init__(Steps(parameters, algorithm, ranks, checked, Kind("regtopk.attach")))
         self._warn_of_one_rank()
         watch_optimizer(self)
         self._may_drop = bool(ddp.find_unused_parameters)

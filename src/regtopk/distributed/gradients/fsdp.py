@@ -51,7 +51,7 @@ class ShardedHookState(ExchangeBase):
         self._shards = Shards(wholes, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
         kind = Kind("regtopk.attach", parts=tuple((unit.name,) for unit in units))
-        steps = Steps(parameters, algorithm, Collectives(group), options, kind, self._shards)
+        steps = Steps(parameters, algorithm, Collectives(group, options.link), options, kind, self._shards)
         super().__init__(steps, sharding_of(wholes, units))
         if self.num_workers == 1:
             log.warning("there is one replica: its gradients are sparsified, but nothing is sent")

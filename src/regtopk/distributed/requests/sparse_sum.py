@@ -14,7 +14,7 @@ from regtopk.core.codes import longest_message_bytes
 from regtopk.core.regions import sender_code, split_of
 from regtopk.core.requests import OfSenders, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
-from regtopk.core.traffic import LONGEST_DIRECT_BYTES
+from regtopk.core.traffic import goes_directly
 from regtopk.distributed.requests.gather import gather_sparse
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.transport import told
@@ -83,8 +83,8 @@ def split_is_better(rank: Rank, request: SparseSum) -> bool:
     if link is None:
         return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
     is_on_device = rank.collectives.is_on_device(sparse.values.device)
-    goes_round = is_on_device or sizes.message_bytes > LONGEST_DIRECT_BYTES  # a ring passes messages on
-    num_hops = others if goes_round else 1
+    is_direct = not is_on_device and goes_directly(sizes.message_bytes, rank.num_workers, link)
+    num_hops = 1 if is_direct else others  # a ring passes messages on
     # pieces go to the owners, then sums to all; a GPU's lengths are told before each
     split_s = link.time_s(others * (sizes.piece_bytes + sizes.sums_bytes), 4 if is_on_device else 2)
     return split_s < link.time_s(others * sizes.message_bytes, num_hops)

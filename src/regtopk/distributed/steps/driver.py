@@ -31,11 +31,7 @@ _TOGETHER: dict[type, Callable[[Rank, list[tuple[Any, SumBuffer]]], Sequence[Any
     ToOwners: to_owners,
     FromOwners: from_owners,
 }
-_ONE_BY_ONE: dict[type, Callable[[Rank, Any], Any]] = {
-    DenseSum: dense_sum,
-    Gather: gather,
-    Broadcast: broadcast,
-}
+_ONE_BY_ONE: dict[type, Callable[..., Any]] = {DenseSum: dense_sum, Gather: gather, Broadcast: broadcast}
 # A vector, and where it is not zero if it is a sparse sum as it was received.
 Aggregate = tuple[Tensor, Support | None]
 

@@ -126,7 +126,7 @@ class Steps:
         weights, self.everys = meet(collectives, shards, self.settings, options, kind.call, kind.every)
         self._num_dense = -(-options.dense_steps // max(self.everys))  # steps that send everything
         if kind.has_thread:
-            collectives = Collectives(new_group_like(collectives.group, self.device))
+            collectives = Collectives(new_group_like(collectives.group, self.device), options.link)
         self.rank = Rank(collectives, weights, options)
         self.buckets = Buckets(parameters, skipped, algorithm, self.rank, kind.parts)
         self.pending_report: Report | None = None

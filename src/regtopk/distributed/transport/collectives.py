@@ -16,7 +16,8 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from regtopk.core.traffic import LONGEST_BYTES_OF_TWO, LONGEST_DIRECT_BYTES
+from regtopk.core.link import Link
+from regtopk.core.traffic import goes_directly
 from regtopk.distributed.transport.rooms import Rooms
 from regtopk.errors import ArgumentError, ClusterError
 
@@ -32,8 +33,10 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class Collectives:
     """Collectives over one process group; every rank must call the same ones in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    link: Link | None = None  # between the ranks, if it is known
+
+    def __init__(self, group: dist.ProcessGroup, link: Link | None = None) -> None:
+        self.group, self.link = group, link
         self.rank = dist.get_rank(group)
         self.num_workers = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # as users know them, in the group's order
@@ -92,8 +95,7 @@ class Collectives:
 
     def goes_directly(self, num_bytes: int, device: torch.device) -> bool:
         """Whether a vector is sent to every rank directly: the same on all ranks, as their lengths are."""
-        longest = LONGEST_BYTES_OF_TWO if self.num_workers == 2 else LONGEST_DIRECT_BYTES
-        return num_bytes <= longest and not self.is_on_device(device)
+        return goes_directly(num_bytes, self.num_workers, self.link) and not self.is_on_device(device)
 
     def is_on_device(self, device: torch.device) -> bool:
         """Whether collectives run on the device itself, as NCCL's do: the host does not wait for them."""

@@ -262,7 +262,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         if not attached.OPTIMIZERS.isdisjoint(inner):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         kind = replace(kind, has_thread=rounds.delay > 0)
-        steps = Steps(model.parameters, algorithm, Collectives(group), shared, kind, shards)
+        steps = Steps(model.parameters, algorithm, Collectives(group, shared.link), shared, kind, shards)
         if len(set(steps.everys)) > 1:
             rounds = rounds._replace(by_worker=tuple(steps.everys))
         pause = min(steps.everys) // rounds.fragments

@@ -8,7 +8,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from regtopk.core.link import Link
-from regtopk.core.traffic import LONGEST_DIRECT_BYTES
+from regtopk.core.traffic import goes_directly
 
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # TCP over Ethernet, in segments of 1448 bytes
 BACKWARD = 2 / 3  # of a step's computation
@@ -49,7 +49,7 @@ def told(move: Move) -> Move:
 def all_gather(message_bytes: float, num_workers: int) -> Move:
     """A ring: every message visits every worker. Short ones are sent to everybody at once."""
     others = num_workers - 1
-    hops = min(1, others) if message_bytes <= LONGEST_DIRECT_BYTES else others
+    hops = min(1, others) if goes_directly(message_bytes, num_workers) else others
     return Move("all_gather", others, hops, others * message_bytes)
 
 

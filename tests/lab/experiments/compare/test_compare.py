@@ -89,7 +89,7 @@ def test_a_budget_that_is_not_used_up_or_exceeded_is_told(tmp_path: Path) -> Non
     assert dense["received_bytes_per_step"] < 30_000
     less = compare(tmp_path / "less", algorithms=words, received_bytes_per_step=20_000.0, num_steps=3)
     assert less["notes"][1:] == [
-        "These move more than the byte budget of 20,000, for they have no density: dense:value_code=float32."
+        "These move more than the budget of 20,000, for they have no density: dense:value_code=float32."
     ]
 
 

@@ -85,9 +85,7 @@ def _notes(config: CompareConfig, results: Sequence[Mapping[str, Any]]) -> list[
     ]
     more = [method for method, num_bytes in moved.items() if budget and num_bytes > BEYOND * budget]
     if more:
-        notes.append(
-            f"These move more than the byte budget{given}, for they have no density: {', '.join(more)}."
-        )
+        notes.append(f"These move more than the budget{given}, for they have no density: {', '.join(more)}.")
     return notes
 
 

@@ -34,9 +34,8 @@ def gpt2_tokens(text_sha256: str, read_parts: Callable[[], Sequence[str]]) -> tu
         write_file(path, packed.getvalue())
     with reading("tokens as regtopk wrote them: remove the file", path), path.open("rb") as file:
         saved = np.load(file)
-        tokens, token_bytes = (
-            torch.from_numpy(saved[key].astype(np.int64)) for key in ("tokens", "token_bytes")
-        )
+        both = (saved[key].astype(np.int64) for key in ("tokens", "token_bytes"))
+        tokens, token_bytes = map(torch.from_numpy, both)
         return list(tokens.split(saved["lengths"].tolist())), token_bytes
 
 
