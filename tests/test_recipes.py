@@ -55,7 +55,8 @@ def test_a_recipe_that_is_changed_has_bytes_and_latencies() -> None:
 
 def test_options_are_those_of_an_exchange() -> None:
     signs, whole = recipes.for_workers(8)
-    assert signs.options["index_code"] == "rice" and "index_code" not in whole.options
+    assert signs.options["index_code"] == "rice" and whole.options["index_code"] == recipes.INDEX_CODE
+    assert replace(whole, outer=None).options["outer"] is None
     for recipe in (signs, whole):
         outer, told = recipe.options["outer"]([torch.zeros(2, requires_grad=True)]), recipe.outer
         assert told and {name: outer.defaults[name] for name in told._fields} == told._asdict()

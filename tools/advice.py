@@ -4,15 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from regtopk.core.options import counted
-from regtopk.lab.method import Method
-from regtopk.lab.plan.exchange import Workload, exchange_of
-from regtopk.lab.plan.methods import PlannedMethod
 from regtopk.lab.runs.reading import read_records
-from tools.records import ROOT, Row, received_bytes, row_of
+from tools.records import ROOT, Row, line_of, planned_bytes, received_bytes, row_of
 
-RESNET = 11_173_962  # parameters
-TINY, ENWIK8, SOURCES = "0.12 M GPT, enwik8", "4.8 M GPT, enwik8", "4.8 M GPT, torch's sources"
-CIFAR = "11 M ResNet-18, CIFAR-10"
+ENWIK8, SOURCES, CIFAR = "GPT, enwik8", "GPT, torch's sources", "ResNet-18, CIFAR-10"
 
 
 class Line(NamedTuple):
@@ -61,14 +56,14 @@ ADVICE = [
 LRS = "lr=0.008|0.016|0.032"
 WITH_MUON = [
     Line(
-        "", "", TINY, "files/iid", "value_code=sign",
+        "", "", ENWIK8, "files/iid", "value_code=sign",
         _beside(f"dense:optimizer=muon:{LRS}", f"dense:{LRS}"),
     ),
     MUON,
     Line("", "", f"{ENWIK8}, other text on each worker", "enwik8-8-sorted", "value_code=sign", ALIKE),
     Line("", "", ENWIK8, "enwik8-32", "value_code=sign", ALIKE),
     Line(
-        "", "", "124 M GPT, enwik8 in GPT-2's tokens", "gpt2-12x768", "value_code=sign:beta2=0.99|0.998",
+        "", "", f"{ENWIK8} in GPT-2's tokens", "gpt2-12x768", "value_code=sign:beta2=0.99|0.998",
         _beside("dense:optimizer=muon:beta2=0.95|0.99", "dense:weight_decay=0.1:beta2=0.95|0.99"),
     ),
     LATENCY._replace(network=f"MuLoCo: {ENWIK8}"),
@@ -78,24 +73,24 @@ BYTES = "received per step, of a ring"
 
 def advice_table() -> str:
     """What to use."""
-    heads = ["you train", "use", "measured with", "ends at", "beside", BYTES]
+    heads = ["you train", "use", "network, parameters", "ends at", "beside", BYTES]
     return _table(heads, [[line.trained, line.use, *_cells(line)] for line in ADVICE])
 
 
 def muon_table() -> str:
     """What came of our advice with Muon."""
-    heads = ["measured with", "ends at", *PICKED, BYTES]
+    heads = ["network, parameters", "ends at", *PICKED, BYTES]
     return _table(heads, [_cells(line, has_columns=True) for line in WITH_MUON])
 
 
 def sgd_table() -> str:
     """What came of our advice with SGD."""
-    heads = ["", "measured with", "ends at", "beside", BYTES]
+    heads = ["", "network, parameters", "ends at", "beside", BYTES]
     return _table(heads, [[line.trained, *_cells(line)] for line in ADVICE[3:]])
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)) + "\n"
+    return "\n".join(map(line_of, (heads, ["---"] * len(heads), *rows))) + "\n"
 
 
 def _cells(line: Line, *, has_columns: bool = False) -> list[str]:
@@ -104,19 +99,19 @@ def _cells(line: Line, *, has_columns: bool = False) -> list[str]:
     found = [words.split(": ") if ": " in words else (line.run, words) for words in line.beside.values()]
     others = dict(zip(line.beside, (row_of(*each) for each in found), strict=True))
     num_steps, num_workers = max(record["step"] for record in records), row["num_workers"]
-    ring, received = (received_bytes(next(iter(others.values()))) or 0) / 2, received_bytes(row)
-    if received is None:  # the record has what is sent alone
-        assert line.network.startswith(CIFAR)
-        method = PlannedMethod.of(Method.parse(row["method"]), row["density"], "4bit")
-        received = exchange_of(method, Workload.of_size(RESNET), num_workers).received_bytes_per_step
+    dense = received_bytes(next(iter(others.values())))  # by a ring all_reduce of float32
+    assert dense is not None
+    numel = round(dense * num_workers / (num_workers - 1) / 8)
+    received = received_bytes(row) or planned_bytes(row["method"], num_workers, numel, row["density"])
     unit, num_seeds = "%" if line.network.startswith(CIFAR) else "nats", len(row["seeds"])
     ends = {name: _end(other, unit) + _seeds(other, num_seeds) for name, other in others.items()}
     size = f"{received / 1e6:.1f} MB" if received > 1e6 else f"{received / 1e3:.3g} kB"
+    millions = f"{numel / 1e6:.0f}" if numel > 1e7 else f"{numel / 1e6:.2g}"
     return [
-        f"{line.network}; {num_workers} workers, {num_steps:,} steps",
+        f"{line.network}, {millions} M; {num_workers} workers, {num_steps:,} steps",
         f"**{_end(row, unit)}** {unit}, {num_seeds} seeds",
-        " | ".join(ends.values()) if has_columns else ", ".join(map(" ".join, ends.items())),
-        f"{size}, 1/{ring / received:.0f}",
+        *(ends.values() if has_columns else [", ".join(map(" ".join, ends.items()))]),
+        f"{size}, 1/{dense / 2 / received:.0f}",
     ]
 
 

@@ -1,11 +1,14 @@
 """The rows of recorded runs, as the tools of pages and figures read them."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from regtopk.lab.method import Method
+from regtopk.lab.plan.exchange import Workload, exchange_of
+from regtopk.lab.plan.methods import PlannedMethod
 from regtopk.lab.runs.reading import read_header, read_records
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +68,20 @@ def row_of(run: str, words: str) -> Row:
 
 def _num_words(label: str) -> int:
     return label.count(":") + 1
+
+
+def line_of(cells: Sequence[object]) -> str:
+    """A row in Markdown; words with alternatives, `every=2|4`, stay in their cell."""
+    escaped = (str(cell).replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def planned_bytes(label: str, num_workers: int, numel: int, density: float | None = None) -> float:
+    """What `regtopk plan` says that a rank receives per step; values have 4 bits unless the words say it."""
+    words = Method.parse(label)
+    share = float(density or words.options["density"] or 0)
+    method = PlannedMethod.of(words, share, str(words.options.get("value_code") or "4bit"))
+    return exchange_of(method, Workload.of_size(numel), num_workers).received_bytes_per_step
 
 
 def received_bytes(row: Row) -> float | None:

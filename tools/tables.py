@@ -7,19 +7,17 @@ has the best.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
 from benchmarks import peers
 from benchmarks.slow_network.gpt_picked import read_picked
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.lab.method import Method
-from regtopk.lab.plan.exchange import Workload, exchange_of
-from regtopk.lab.plan.methods import PlannedMethod, words_of
+from regtopk.lab.plan.methods import words_of
 from regtopk.recipes import transformer
 from tools import advice
-from tools.records import ROOT
+from tools.records import ROOT, line_of, planned_bytes
 
 RACE = ROOT / "benchmarks/results/slow-network-gpt-race.json"
 BLOCK = re.compile(r"(<!-- made: ([\w-]+) ?(\d*) -->\n).*?<!-- end -->", re.DOTALL)
@@ -96,19 +94,11 @@ def bytes_table() -> str:
     lines = [line_of(["workers", "ring, bfloat16", *COUNTED]), f"|---:|---:{len(COUNTED) * '|---:'}|"]
     for num_workers in (2, 8, 32, 64, 512):
         ring = all_reduce_bytes(2 * NUMEL, num_workers)
-        received = [received_bytes(words, num_workers) for words in COUNTED.values()]
+        received = [planned_bytes(words, num_workers, NUMEL) for words in COUNTED.values()]
         parts = [f"1/{ring / each:.0f}" if ring > 1.5 * each else "1" for each in received]
         cells = [f"{_megabytes(each)}, {part}" for each, part in zip(received, parts, strict=True)]
         lines.append(line_of([num_workers, _megabytes(ring), *cells]))
     return "\n".join(lines) + "\n"
-
-
-def received_bytes(label: str, num_workers: int) -> float:
-    """What `regtopk plan --params 124M` says that a rank receives per step."""
-    words = Method.parse(label)
-    code = str(words.options.get("value_code") or "4bit")
-    method = PlannedMethod.of(words, float(words.options["density"] or 0), code)
-    return exchange_of(method, Workload.of_size(NUMEL), num_workers).received_bytes_per_step
 
 
 def peers_table() -> str:
@@ -160,12 +150,6 @@ OTHERS: dict[str, Callable[[], str]] = {
     "race": race_table,
     "bytes": bytes_table,
 }
-
-
-def line_of(cells: Sequence[object]) -> str:
-    """A row in Markdown; words with alternatives, `every=2|4`, stay in their cell."""
-    escaped = (str(cell).replace("|", r"\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
 
 
 def with_tables(page: str) -> str:

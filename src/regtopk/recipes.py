@@ -53,10 +53,9 @@ class ExchangeRecipe:
     @property
     def options(self) -> dict[str, Any]:
         """The keywords of `UpdateExchange`."""
-        told: dict[str, Any] = {} if self.index_code == INDEX_CODE else {"index_code": self.index_code}
-        told |= {"link": self.link} if self.link else {}
-        outer = {"outer": partial(torch.optim.SGD, **self.outer._asdict())} if self.outer else {}
-        return {"every": self.every, "fragments": self.fragments, **told, **outer}
+        outer = partial(torch.optim.SGD, **self.outer._asdict()) if self.outer else None
+        told = {name: getattr(self, name) for name in ("every", "fragments", "index_code", "link")}
+        return {**told, "outer": outer}
 
     def trips(self, numel: int, num_workers: int) -> float:
         """Latencies per step over gloo: two a hop, as receivers first say that they are ready."""

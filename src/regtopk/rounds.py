@@ -34,7 +34,7 @@ OUTER = {"none": Outer(), "sgd": Outer(), "nesterov": Outer(lr=0.7, momentum=0.9
 def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
     """Parameters of these sizes in fragments of about the same size: neighbours, at least one in each."""
     if num_parts > len(sizes):
-        raise ArgumentError(f"fragments must be at most one per parameter, {len(sizes)}, got {num_parts}")
+        raise ArgumentError(f"fragments must be at most {len(sizes)}, one per parameter, got {num_parts}")
     parts, first, left = [], 0, sum(sizes)
     for num_more in range(num_parts - 1, -1, -1):
         wanted, stop, taken = left / (num_more + 1), first + 1, sizes[first]

@@ -299,7 +299,7 @@ def test_refused_gradients_change_nothing(case: Case) -> None:
 def test_a_refused_k_or_density_changes_nothing(case: Case) -> None:
     if "returned" not in case.options:  # which goes with a density
         cluster = Cluster(case.make(k=K), num_workers=N)
-        with pytest.raises(ArgumentError, match=f"k must be at most the entries, J = 4, got {K}"):
+        with pytest.raises(ArgumentError, match=f"k must be at most J = 4, got {K}"):
             cluster.step(torch.ones(N, 4))
         cluster.step(torch.ones(N, K))  # the refused step has not fixed J
     densities = [0.5, 0.5, 1.5]

@@ -30,7 +30,7 @@ NOT_ONE = "algorithm must be an Algorithm such as RegTopK(density=0.001), got 't
 OPTIONS: list[tuple[str, Any, str]] = [
     ("algorithm", "topk", NOT_ONE),
     ("algorithm", RECIPE, f"{NOT_ONE[:-6]}{RECIPE!r}{HINT}"),
-    ("algorithm", regtopk.TopK(k=10_000), "k must be at most the entries, J = 3363, got 10000"),
+    ("algorithm", regtopk.TopK(k=10_000), "k must be at most J = 3363, got 10000"),
     ("dense_steps", 2.5, "dense_steps must be an integer of at least 0, got 2.5"),
     ("skip", "bias", "skip must be a callable of (name, parameter), got 'bias'"),
     ("grad_scaler", 2.0, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),

@@ -80,7 +80,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         f"{HOLDS} every parameter once, got 'first.weight', 'extra.weight', 'middle.weight' and 1 more in "
         "several",
     ),
-    ({"optimizer": with_another}, f"{HOLDS} only what is exchanged, got one of shape (3,)"),
+    ({"optimizer": with_another}, f"{HOLDS} exchanged parameters, got another of shape (3,)"),
     ({"optimizer": schedule_free}, AVERAGING),
     ({"optimizer": partial(schedule_free, option="weight_sum")}, AVERAGING),  # as those with closures have
     ({"grad_scaler": 2.0}, "ArgumentError: grad_scaler must be a torch.amp.GradScaler, got 2.0"),
@@ -107,7 +107,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     # delay and fragments
     ({"every": 2, "delay": 2}, "ArgumentError: delay must be an integer from 0 to 1 with every = 2, got 2"),
     ({"every": 2, "fragments": 3}, f"{FRAGMENTS} an integer from 1 to 2 with every = 2, got 3"),
-    ({"every": 9, "fragments": 9}, f"{FRAGMENTS} at most one per parameter, 8, got 9"),
+    ({"every": 9, "fragments": 9}, f"{FRAGMENTS} at most 8, one per parameter, got 9"),
     ({"every": 2, "fragments": 2, "algorithm": regtopk.TopK(k=3)}, IN_PARTS),
     ({"every": 2, "delay": 1, "anchors": "cpu"}, "ArgumentError: delay must be 0 with anchors='cpu', got 1"),
     ({"mix": math.nan}, "ArgumentError: mix must be in [0, 1], got nan"),

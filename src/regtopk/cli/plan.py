@@ -132,14 +132,13 @@ def _measured(device: str, path: Path) -> Calibration:
     check_device("device", device)
     typer.echo(f"regtopk: measuring what work costs on this machine, for about a minute ({path})", err=True)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
-    is_busy = load > 0.5 * (os.cpu_count() or 1)
-    if is_busy:
-        said = f"regtopk: the machine is busy (load {load:.1f}), so costs are too high: --recalibrate later"
-        typer.echo(said, err=True)
+    busy = f"load {load:.1f}" if load > 0.5 * (os.cpu_count() or 1) else ""
+    if busy:
+        typer.echo(f"regtopk: the machine is busy ({busy}), costs are too high: --recalibrate", err=True)
     with progress_bar("calibration") as progress:
         costs = calibrate(device, progress)
-    if is_busy:
-        costs.machine["busy"] = f"load {load:.1f}"
+    if busy:
+        costs.machine["busy"] = busy
     try:
         costs.write(path)
     except OutputError as error:

@@ -89,7 +89,7 @@ class WithDensity(Algorithm[StateT]):
         """k of this step: the given one, or max(1, round(density · J))."""
         if self.k is not None:
             if self.k > worker.numel:
-                raise ArgumentError(f"k must be at most the entries, J = {worker.numel}, got {self.k}")
+                raise ArgumentError(f"k must be at most J = {worker.numel}, got {self.k}")
             return self.k
         density = self.density(worker.step) if callable(self.density) else self.density
         return max(1, round(check_density(density) * worker.numel))

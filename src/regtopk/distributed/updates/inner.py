@@ -153,7 +153,7 @@ def _check(optimizers: tuple[object, ...], parameters: dict[str, nn.Parameter]) 
         )
     others = [tuple(p.shape) for p in counts.keys() - set(parameters.values()) if p.requires_grad]
     if others:
-        raise ArgumentError(f"optimizer must hold only what is exchanged, got one of shape {others[0]}")
+        raise ArgumentError(f"optimizer must hold exchanged parameters, got another of shape {others[0]}")
 
 
 def _listed(names: list[str]) -> str:

@@ -131,9 +131,7 @@ def best_of(predictions: Sequence[Prediction], here: Situation) -> Prediction:
     found += [p for p in predictions if p.method in others and p.relative_steps is not None]
     fastest = min(p.time_to_loss for p in found)
     near = [p for p in found if p.time_to_loss <= EQUAL * fastest]
-    plain = [p for p in near if p.method in UNCOMPRESSED]
-    if plain:
-        return min(plain, key=lambda p: p.rank)
+    near = [p for p in near if p.method in UNCOMPRESSED] or near
     return min(near, key=lambda p: (p.relative_steps or inf, -p.exchange.bytes_per_step))
 
 

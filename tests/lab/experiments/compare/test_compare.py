@@ -185,10 +185,13 @@ NOT_OF_THE_TOY: list[dict[str, Any]] = [{"num_workers": 3}, {"split": "sorted"},
         ({"bytes_per_step": -1.0}, "bytes_per_step must be in"),
         (
             {"bytes_per_step": 99.0, "like_received": "topk:0.1:raw32:float32", "densities": (0.1, 0.2)},
-            "give one of bytes_per_step, like, received_bytes_per_step, like_received and densities, "
+            "give one of bytes_per_step, like, received_bytes_per_step, like_received and several densities, "
             r"got bytes_per_step=99.0, like_received=topk:0.1:raw32:float32, densities=\(0.1, 0.2\)",
         ),
-        ({"received_bytes_per_step": 99.0, "densities": (0.1, 0.2)}, "and densities, got received_bytes"),
+        (
+            {"received_bytes_per_step": 99.0, "densities": (0.1, 0.2)},
+            "several densities, got received_bytes",
+        ),
         ({"like_received": "topk:0.1"}, "like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got 'topk:0.1'"),
         ({"width": 64}, "width is fixed for digits: do not give it, got 64"),
         ({"task": "small-cnn", "precision": "float16"}, "precision must be one of float32, bfloat16"),

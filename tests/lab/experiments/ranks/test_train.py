@@ -45,7 +45,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ArgumentError, match="num_workers must be at most 1, the GPUs, got 2"):
+    with pytest.raises(ArgumentError, match="num_workers must be at most 1, the GPUs here, got 2"):
         TrainConfig(device="cuda")
 
 

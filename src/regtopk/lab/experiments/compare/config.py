@@ -109,7 +109,9 @@ class CompareConfig(TaskSettings):
         if given and len(self.densities) > 1:
             given.append(f"densities={self.densities}")
         if len(given) > 1:
-            raise ArgumentError(f"give one of {', '.join(names)} and densities, got {', '.join(given)}")
+            raise ArgumentError(
+                f"give one of {', '.join(names)} and several densities, got {', '.join(given)}"
+            )
 
     def _check_methods(self) -> None:
         identities = {frozenset(map(self._identity, grid.methods.values())) for grid in self.grids}

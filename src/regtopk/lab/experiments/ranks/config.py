@@ -83,7 +83,9 @@ class TrainConfig(CompareConfig):
                 f"batch_size must be at most {most} for {NUM_DIGITS} digits, got {self.batch_size}"
             )
         if self.device == "cuda" and self.num_workers > num_gpus:
-            raise ArgumentError(f"num_workers must be at most {num_gpus}, the GPUs, got {self.num_workers}")
+            raise ArgumentError(
+                f"num_workers must be at most {num_gpus}, the GPUs here, got {self.num_workers}"
+            )
 
     @property
     def defaults(self) -> dict[str, Any]:
