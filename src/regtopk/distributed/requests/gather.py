@@ -1,7 +1,7 @@
 """Every rank's vector, or one rank's, on every rank: index sets and sparse ones as messages."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,18 +93,18 @@ def _gather_together(rank: Rank, parts: Sequence[SparseGradient]) -> list[Sparse
     rank.count_gather(gathered.shape[1], [gathered.shape[1]] * rank.num_workers)
     found: dict[int, SparseGradient] = {}
     with rank.timer.phase("decode_s"):
-        sections = gathered.split([each.numel() for each in messages], dim=-1)
+        sections = gathered.split_with_sizes([each.numel() for each in messages], -1)
         for numbers, batch, message, section in zip(kinds.values(), batches, messages, sections, strict=True):
             of_each = section.unflatten(-1, message.shape).transpose(0, 1).flatten(0, 1)
             codes = rank.index_code, batch.code, batch.values.dtype
             rows, status = decode_rows(of_each, batch.numel, batch.indices.shape[-1], *codes)
-            num_rows = len(batch.indices)
-            rank.check_later(status.view(num_rows, -1))
-            sizes = [parts[number].indices.shape[:-1].numel() for number in numbers]
-            columns = [t.unflatten(0, (num_rows, -1)) for t in (rows.indices, rows.values, rows.counts)]
-            for number, *mine in zip(numbers, *(column.split(sizes) for column in columns), strict=True):
-                is_one = parts[number].indices.dim() == 1
-                indices, values, counts = (column.squeeze(0) if is_one else column for column in mine)
+            rank.check_later(status.view(len(batch.indices), -1))
+            stop = 0
+            for number in numbers:
+                shape = *parts[number].indices.shape[:-2], rank.num_workers
+                start, stop = stop, stop + math.prod(shape)
+                columns = (rows.indices, rows.values, rows.counts)
+                indices, values, counts = (t[start:stop].view(*shape, *t.shape[1:]) for t in columns)
                 found[number] = SparseGradient(indices, values, batch.numel, counts, batch.code)
     return [found[number] for number in range(len(parts))]
 
@@ -113,7 +113,7 @@ def _as_batch(parts: list[SparseGradient]) -> SparseGradient:
     """Vectors of one kind, each (m,) or (U, 1, m), as rows, (R, m)."""
     columns = [[t.reshape(-1, t.shape[-1]) for t in (part.indices, part.values)] for part in parts]
     indices, values = map(_joined, zip(*columns, strict=True))
-    return replace(parts[0], indices=indices, values=values)
+    return SparseGradient(indices, values, parts[0].numel, code=parts[0].code)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

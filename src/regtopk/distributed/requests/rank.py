@@ -26,6 +26,7 @@ class Total:
     vector: Tensor
     support: Support | None
     version: int
+    is_zero: bool = False
 
     def support_of(self, vector: Tensor) -> Support | None:
         """Where an aggregate is not zero, if it is this sum, unchanged."""
@@ -34,6 +35,8 @@ class Total:
     def cleared(self) -> Tensor:
         """The vector's memory, made zero: only where it is not, if that is known and little."""
         support = self.support_of(self.vector)
+        if self.is_zero and self.vector._version == self.version:
+            return self.vector
         at_once = _WRITTEN_AT_ONCE.get(self.vector.device.type, 16)
         if support is None or support.indices.numel() * at_once > self.vector.numel():
             return self.vector.zero_()
@@ -54,6 +57,12 @@ class SumBuffer:
         if spare is None or spare.vector.shape != shape or spare.vector.dtype != sparse.values.dtype:
             return sparse.values.new_zeros(shape)
         return spare.cleared()
+
+    def clear_spare(self) -> None:
+        """Make the spare memory zero before it is needed: while ranks wait for one another, a GPU has time."""
+        if self.spare is not None:
+            vector = self.spare.cleared()
+            self.spare = Total(vector, None, vector._version, is_zero=True)
 
     def keep(self, vector: Tensor, indices: Tensor, counts: Tensor) -> None:
         """Remember where a sum is not zero: see `kernels.Support`."""

@@ -259,6 +259,8 @@ class Steps:
             if may_go_on and is_safe and agreement.is_on_device:
                 agreement.go_on()
             else:
+                for bucket in buckets:
+                    bucket.sums.clear_spare()
                 agreement.hear()
                 self._known = {*self._known, question.what} if len(self._known) < _MOST_KNOWN else set()
         if numbers is not None and agreement.is_finite:
