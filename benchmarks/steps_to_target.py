@@ -70,12 +70,12 @@ TASKS = {
         hooks="slow-network-gpt.json",
     ),
     "muon": Task(
-        about="a GPT of 4.8 M parameters with Muon, 8 or 32 workers, to the loss that dense has after half "
+        about="a GPT of 4.8 M parameters with Muon, 8, 16 or 32 workers, to the loss that dense has after half "
         "of its steps, 0.934 or on enwik8 1.338; torch's fp16 hook: a smaller GPT with AdamW, 4 workers",
         measure="test_loss",
         runs={
             0.934: ("gpt-muon", "gpt-muon-5000", "gpt-returned-8", "gpt-returned-32", "gpt-returned-64"),
-            1.338: ("enwik8-8", "enwik8-32"),
+            1.338: ("enwik8-8", "muloco-16", "enwik8-32"),
         },
         hooks="slow-network-gpt.json",
         optimizer="muon",

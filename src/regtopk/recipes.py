@@ -25,7 +25,7 @@ from regtopk.errors import ArgumentError
 from regtopk.rounds import Outer
 
 INDEX_CODE = "elias-fano"  # of what names none
-MANY_FROM = 17  # workers; 8 and 32 are measured
+MORE_FROM, MANY_FROM = 9, 17  # workers; 8, 16 and 32 are measured
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ _FEW = (
     # MuLoCo, in one piece for links with latency
     ExchangeRecipe(Dense(value_code="2bit", sum_code="2bit"), 1.19, 16, 1, Outer(0.7, 0.6, nesterov=True)),
 )
-_MANY = (_signs(1.59, 0.9, 0.4),)  # with 32 nothing has run in one piece
+_MORE, _MANY = (_signs(1.295, 0.7, 0.2),), (_signs(1.59, 0.9, 0.4),)  # there MuLoCo in 2 bits has not run
 
 
 def for_workers(num_workers: int) -> tuple[ExchangeRecipe, ...]:
     """What we advise for so many workers; what needs the fewest steps first."""
-    return _MANY if num_workers >= MANY_FROM else _FEW
+    return _FEW if num_workers < MORE_FROM else _MORE if num_workers < MANY_FROM else _MANY
 
 
 def transformer(
@@ -110,7 +110,7 @@ def transformer(
 
     Without a link it is the one that needs the fewest steps to a loss. With a link it is the one whose steps
     take the least time in all: computation, messages, and latency as gloo pays it. `regtopk plan` also counts
-    the processor's work, plans for NCCL, and says whether any of them pays. From 17 workers on there is one
+    the processor's work, plans for NCCL, and says whether any of them pays. From 9 workers on there is one
     recipe, in eight fragments: over a link with latency measure it beside rounds in one piece.
 
     Args:

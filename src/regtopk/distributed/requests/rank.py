@@ -59,7 +59,7 @@ class SumBuffer:
         return spare.cleared()
 
     def clear_spare(self) -> None:
-        """Make the spare memory zero before it is needed: while ranks wait for one another, a GPU has time."""
+        """Make the spare memory zero before it is needed: a GPU has time while ranks wait for one another."""
         if self.spare is not None:
             vector = self.spare.cleared()
             self.spare = Total(vector, None, vector._version, is_zero=True)

@@ -17,7 +17,7 @@ from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
-from regtopk.recipes import INDEX_CODE, MANY_FROM
+from regtopk.recipes import INDEX_CODE, MANY_FROM, MORE_FROM, for_workers
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
@@ -67,7 +67,7 @@ def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
     bandwidths = sorted({*BANDWIDTHS, here.link.bandwidth})
     num_workers = sorted({*WORKERS, here.num_workers})
     if any(p.method in advised_with("muon") for p in plan.predictions):  # for many there are other recipes
-        num_workers = [n for n in num_workers if (n < MANY_FROM) == (here.num_workers < MANY_FROM)]
+        num_workers = [n for n in num_workers if for_workers(n) is for_workers(here.num_workers)]
     places = [({"against": "bandwidth", "mbit_per_s": b / 1e6}, here.at(b)) for b in bandwidths]
     places += [({"against": "workers", "num_workers": n}, replace(here, num_workers=n)) for n in num_workers]
     for row in plan.best_by_label()[:MAX_CURVES]:
@@ -223,12 +223,12 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
         said.append("Sparse gradients learn slowly with AdamW and Muon: exchange updates instead.")
     if method in advised_with("muon"):
         said.append("A GPT of 124 M parameters took 1.8 times dense Muon's steps with signs: measure yours.")
-        if plan.situation.num_workers >= MANY_FROM and link.latency_s:
-            said.append("With 17 workers or more no method has run in one piece: measure MuLoCo, too.")
+        if plan.situation.num_workers >= MORE_FROM and link.latency_s:
+            said.append("With 9 workers or more MuLoCo in 2 bits has not run: measure it, too.")
     if any(each.algorithm == "dgc" for each in named):
         said.append(
             "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "
-            "without momentum, too; dense with momentum is not measured."
+            "without momentum, too; dense with momentum is measured on one seed alone."
         )
     if plan.situation.optimizer == "adamw":
         said.append("With Muon for the matrices ask for --optimizer muon.")
