@@ -90,7 +90,10 @@ def test_an_exchange_takes_one_as_it_is() -> None:
         ({"num_workers": 0}, "num_workers must be an integer of at least 1, got 0"),
         ({"num_workers": 2, "numel": 9}, "link must be given with numel and step_s, got 9 and None alone"),
         ({"num_workers": 2, "link": 1e8, "numel": 9}, "link must be a regtopk.Link, got 100000000.0"),
-        ({"num_workers": 2, "link": Link(1e6), "numel": 9}, "step_s must be positive and finite, got None"),
+        (
+            {"num_workers": 2, "link": Link(1e6), "numel": 9, "step_s": 0},
+            "step_s must be positive and finite, got 0",
+        ),
     ],
 )
 def test_bad_input(arguments: dict[str, object], text: str) -> None:

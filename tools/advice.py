@@ -34,9 +34,7 @@ PICKED = _beside("dense:optimizer=muon", "dense:weight_decay=0|0.1")
 ALIKE = _beside("dense:optimizer=muon", "dense:weight_decay=0.1")
 OF_ADAMW = {"dense AdamW": "gpt: dense"}
 EVENLY = {"dense": "dense:value_code=float32:lr=0.1", "Top-k in as many bytes": "topk:lr=0.1"}
-MUON = Line(
-    "a transformer with Muon", SIGNS, ENWIK8, "enwik8-8", "fragments=every:value_code=sign", PICKED
-)
+MUON = Line("a transformer with Muon", SIGNS, ENWIK8, "enwik8-8", "fragments=every:value_code=sign", PICKED)
 LATENCY = Line(
     "the same over a link with latency", MULOCO, ENWIK8, "enwik8-8", "every=16|32:value_code=2bit", PICKED
 )

@@ -26,10 +26,12 @@ DENSE = "dense Muon"  # whose losses are raced to
 UPDATES = "exchange=updates"
 EDGE = "at the grid's edge"
 COUNTED = {  # as the page calls it: a method
-    "`TopK(0.01, impute=0.35)`, every=2": f"topk:density=0.01:impute=0.35:{UPDATES}:every=2:fragments=2",
-    "`TopK(0.24, returned=0.3)`, every=8": words_of(transformer(8)),
-    "`Consensus(0.01)`": "consensus:density=0.01",
-    "`DGC(0.005)`": "dgc:density=0.005",
+    "`TopK(density=0.01, impute=0.35)`, every=2": (
+        f"topk:density=0.01:impute=0.35:{UPDATES}:every=2:fragments=2"
+    ),
+    "`TopK(density=0.24, returned=0.3)`, every=8": words_of(transformer(8)),
+    "`Consensus(density=0.01)`": "consensus:density=0.01",
+    "`DGC(density=0.005)`": "dgc:density=0.005",
 }
 IMPUTED = ("dense", "topk", *(f"topk:impute={rho}" for rho in ("0.2", "0.35", "0.5", "0.7", "1")))
 

@@ -91,8 +91,7 @@ def _signs(steps: float, outer_lr: float, momentum: float) -> ExchangeRecipe:
 
 
 _FEW = (
-    _signs(1.12, 0.7, 0.2),
-    # MuLoCo, in one piece for links with latency
+    _signs(1.12, 0.7, 0.2),  # and MuLoCo, in one piece for links with latency
     ExchangeRecipe(Dense(value_code="2bit", sum_code="2bit"), 1.19, 16, 1, Outer(0.7, 0.6, nesterov=True)),
 )
 _MORE, _MANY = (_signs(1.295, 0.7, 0.2),), (_signs(1.59, 0.9, 0.4),)  # there MuLoCo in 2 bits has not run
@@ -109,9 +108,9 @@ def transformer(
     """What to exchange for a transformer whose matrices are trained by Muon and the rest by AdamW.
 
     Without a link it is the one that needs the fewest steps to a loss. With a link it is the one whose steps
-    take the least time in all: computation, messages, and latency as gloo pays it. `regtopk plan` also counts
-    the processor's work, plans for NCCL, and says whether any of them pays. From 9 workers on there is one
-    recipe, in eight fragments: over a link with latency measure it beside rounds in one piece.
+    take the least time in all: computation, messages, and latency as gloo pays it. From 9 workers on
+    there is one recipe, in eight fragments: over a link with latency measure it beside rounds in one piece.
+    `regtopk plan` also counts the processor's work, plans for NCCL, and says whether any pays.
 
     Args:
         num_workers: N.

@@ -8,8 +8,9 @@ from torch import Tensor
 
 import regtopk
 from regtopk import TopK
+from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
-from regtopk.distributed.requests.rank import Total
+from regtopk.distributed.requests.rank import SumBuffer, Total
 from regtopk.distributed.state.buckets import Bucket, as_flat
 from regtopk.kernels import Support
 from tests.distributed import training
@@ -20,6 +21,19 @@ from tests.distributed.test_updates import nesterov, train
 
 def parts(buffer: Tensor) -> list[Tensor]:
     return [buffer[1:3], buffer[3:9].view(2, 3)]
+
+
+def test_memory_for_sums_can_be_cleared_before_it_is_needed() -> None:
+    sums, sparse = SumBuffer(), SparseGradient(torch.tensor([[1]]), torch.ones(1, 1), 40)
+    sums.clear_spare()
+    total = sums.zeros_for(sparse)
+    total[1] = 2.0
+    sums.keep(total, sparse.indices, sparse.counts)
+    sums.recycle(total)
+    for _ in range(2):
+        sums.clear_spare()
+        assert total.count_nonzero() == 0
+    assert sums.zeros_for(sparse) is total and sums.spare is None
 
 
 def test_gradients_one_after_another_are_one_vector() -> None:

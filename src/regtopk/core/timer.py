@@ -46,9 +46,7 @@ class Timer:
         return defaultdict(float, {name: s for name, s in self._seconds.items() if name})
 
     def _mark(self) -> None:
-        if not self.is_cuda:
-            self._marks.append((self._phases[-1], self._now()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        self._marks.append((self._phases[-1], event))
+        now: Any = torch.cuda.Event(enable_timing=True) if self.is_cuda else self._now()
+        if self.is_cuda:
+            now.record(self._stream)
+        self._marks.append((self._phases[-1], now))

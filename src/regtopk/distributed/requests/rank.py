@@ -26,7 +26,6 @@ class Total:
     vector: Tensor
     support: Support | None
     version: int
-    is_zero: bool = False
 
     def support_of(self, vector: Tensor) -> Support | None:
         """Where an aggregate is not zero, if it is this sum, unchanged."""
@@ -35,8 +34,6 @@ class Total:
     def cleared(self) -> Tensor:
         """The vector's memory, made zero: only where it is not, if that is known and little."""
         support = self.support_of(self.vector)
-        if self.is_zero and self.vector._version == self.version:
-            return self.vector
         at_once = _WRITTEN_AT_ONCE.get(self.vector.device.type, 16)
         if support is None or support.indices.numel() * at_once > self.vector.numel():
             return self.vector.zero_()
@@ -62,7 +59,8 @@ class SumBuffer:
         """Make the spare memory zero before it is needed: a GPU has time while ranks wait for one another."""
         if self.spare is not None:
             vector = self.spare.cleared()
-            self.spare = Total(vector, None, vector._version, is_zero=True)
+            nowhere = torch.empty(1, 0, dtype=torch.int64, device=vector.device)
+            self.spare = Total(vector, Support(nowhere, nowhere), vector._version)
 
     def keep(self, vector: Tensor, indices: Tensor, counts: Tensor) -> None:
         """Remember where a sum is not zero: see `kernels.Support`."""

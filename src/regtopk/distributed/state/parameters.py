@@ -109,9 +109,9 @@ def facts(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...
 
 def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) pairs of what a user gave."""
-    given = source.named_parameters() if isinstance(source, nn.Module) else source
+    given: Any = source.named_parameters() if isinstance(source, nn.Module) else source
     pairs: list[tuple[str, Any]] = []
-    for place, each in enumerate(given):
+    for place, each in enumerate(given if isinstance(given, Iterable) else [given]):
         pair = (str(place), each) if isinstance(each, torch.Tensor) else each
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
             rule = "a module, parameters or (name, parameter) pairs"

@@ -238,11 +238,9 @@ class Steps:
         """See that all ranks are here, exchange the same, and have finite vectors."""
         self.settle()
         self.check_usable()
-        names = sum((bucket.names for bucket in buckets), ())
-        self.rank.begin(self.device, names)
-        timer, report = self.rank.timer, None
-        if self.algorithm.listens:
-            report = share_report(self.rank.collectives, self.pending_report, self.device)
+        self.rank.begin(self.device, names := sum((bucket.names for bucket in buckets), ()))
+        timer, ranks = self.rank.timer, self.rank.collectives
+        report = share_report(ranks, self.pending_report, self.device) if self.algorithm.listens else None
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
         turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._num_dense)
@@ -254,8 +252,7 @@ class Steps:
         scaling = self.kind.scaling
         numbers = scaling.numbers(flats, tokens, self.others) if any(scaling) else None
         with timer.phase("collective_s"):
-            ranks = self.rank.collectives, self.others
-            agreement = Agreement(*ranks, question, is_finite, self._ledger.waited_s, numbers)
+            agreement = Agreement(ranks, self.others, question, is_finite, self._ledger.waited_s, numbers)
             if may_go_on and is_safe and agreement.is_on_device:
                 agreement.go_on()
             else:

@@ -38,7 +38,8 @@ def parse_settings(
             else:
                 chosen[key] = text if isinstance(default, str) else read_number(type(default), text)
         except (ValueError, KeyError):
-            raise ArgumentError(f"{key} must be like its default, {default!r}, got {text!r}") from None
+            rule = "numbers with commas between" if default == () else f"like its default, {default!r}"
+            raise ArgumentError(f"{key} must be {rule}, got {text!r}") from None
     return config_class(**{**(base or {}), **chosen})
 
 

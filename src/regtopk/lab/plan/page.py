@@ -81,7 +81,7 @@ def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
 
 
 def _drawn(row: Prediction) -> str:
-    return row.method.label if row.relative_steps is not None else f"{row.method.label} (per step)"
+    return row.method.label + (" (per step)" if row.relative_steps is None else "")
 
 
 def table(plan: LinkPlan) -> list[dict[str, str]]:
@@ -137,8 +137,8 @@ def _named(method: PlannedMethod) -> str:
     return f"{method.label} (density {method.density:g}, {method.value_code} values)"
 
 
-def as_code(method: PlannedMethod, inner: str = "optimizer") -> str:
-    """The line of Python that does what a method of this library does."""
+def as_code(method: PlannedMethod, inner: str = "optimizer", link: str = "") -> str:
+    """The line of Python that does what a method of this library does; updates are told the link."""
     algorithm = Method.parse(method.name).build(density=method.density, value_code=method.value_code)
     told = {f.name: x for f in fields(algorithm) if (x := getattr(algorithm, f.name)) != f.default}
     made = f"regtopk.{type(algorithm).__name__}({_arguments(told)})"
@@ -149,7 +149,7 @@ def as_code(method: PlannedMethod, inner: str = "optimizer") -> str:
     if method.rounds.outer != "none":
         settings = _arguments(method.rounds.outer_settings._asdict())
         words += f", outer=lambda p: torch.optim.SGD(p, {settings})"
-    return f"exchange = regtopk.UpdateExchange(model, {inner}, {made}, {words})"
+    return f"exchange = regtopk.UpdateExchange(model, {inner}, {made}, {words}{link})"
 
 
 def _arguments(values: Mapping[str, Any]) -> str:
@@ -206,7 +206,8 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     """What to paste, what the answer rests on, how sure it is, and when to use none of it."""
     link, method, is_cpu = plan.situation.link, plan.best.method, machine["device"] == "cpu"
     inner = "[muon, adamw]" if plan.situation.optimizer == "muon" else "optimizer"
-    said = [f"Paste, on every rank: {as_code(method, inner)}"] if method not in TORCH else []
+    known = f", link=regtopk.Link(bandwidth={link.bandwidth:g}, latency_s={link.latency_s:g})"
+    said = [f"Paste, on every rank: {as_code(method, inner, known)}"] if method not in TORCH else []
     rows = [p for p in plan.best_by_label() if p.relative_steps is not None]
     fastest = min(rows, key=lambda p: (float(f"{p.time_to_loss:.3g}"), p.method.algorithm != "topk"))
     named = [method]
@@ -222,22 +223,19 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     elif not all(p.method.rounds.has_updates or p.method in TORCH for p in plan.predictions):
         said.append("Sparse gradients learn slowly with AdamW and Muon: exchange updates instead.")
     if method in advised_with("muon"):
-        said.append("A GPT of 124 M parameters took 1.8 times dense Muon's steps with signs: measure yours.")
+        large = "a GPT of 124 M parameters took 1.8 times dense Muon's steps, and ended behind"
+        said.append(
+            f"Measure yours: {large if method.algorithm == 'topk' else 'it has run with 4.8 M alone'}."
+        )
         if plan.situation.num_workers >= MORE_FROM and link.latency_s:
             said.append("With 9 workers or more MuLoCo in 2 bits has not run: measure it, too.")
     if any(each.algorithm == "dgc" for each in named):
-        said.append(
-            "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "
-            "without momentum, too; dense with momentum is measured on one seed alone."
-        )
+        said.append("DGC has momentum: give it SGD without. Its 'steps' are against dense SGD without, too.")
     if plan.situation.optimizer == "adamw":
         said.append("With Muon for the matrices ask for --optimizer muon.")
         in_part = [p.method for p in plan.predictions if p.method.returned is not None]
         if in_part and plan.situation.num_workers >= MANY_FROM:
-            said.append(
-                "With so many workers sums that come back in part are worth a trial. They were measured with "
-                f"Muon alone, so they are not advised with AdamW: {as_code(in_part[0])}"
-            )
+            said.append(f"Try sums that come back in part, measured with Muon alone: {as_code(in_part[0])}")
     return [
         *said,
         f"Assumed: latency {format_time(link.latency_s) if link.latency_s else 0} one way; "

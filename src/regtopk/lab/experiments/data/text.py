@@ -89,9 +89,8 @@ def _of_characters(content: bytes, path: Path | None) -> Text:
 
 
 def _of_bytes(content: bytes) -> Text:
-    train, validation, test = (
-        torch.from_numpy(np.frombuffer(part, np.uint8).astype(np.int64)) for part in _cut(content)
-    )
+    parts = (np.frombuffer(part, np.uint8).astype(np.int64) for part in _cut(content))
+    train, validation, test = map(torch.from_numpy, parts)
     return Text(train, test, 256, sha256(content).hexdigest(), torch.ones(256, dtype=torch.int64), validation)
 
 

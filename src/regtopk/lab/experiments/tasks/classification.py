@@ -40,7 +40,8 @@ class Classification(NetworkTask):
 
     def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """All in one call."""
-        of_a_seed = vmap(grad_and_value(self._loss), (0 if models.dim() == 3 else None, 0, 0))
+        loss = grad_and_value(lambda model, x, y: F.cross_entropy(self._apply(model, x), y))
+        of_a_seed = vmap(loss, (0 if models.dim() == 3 else None, 0, 0))
         grads, losses = vmap(of_a_seed)(models, self.examples.train[rows], self.examples.train_targets[rows])
         return grads.detach(), losses.detach()
 
@@ -53,9 +54,6 @@ class Classification(NetworkTask):
             is_right = scores.argmax(-1) == self.examples.test_targets
             qualities.append({self.metric: 100 * float(is_right.double().mean())})
         return qualities
-
-    def _loss(self, model: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self._apply(model, x), y)
 
     def _apply(self, model: Tensor, x: Tensor) -> Tensor:
         parameters = {layer.name: model[layer.entries].view(layer.shape) for layer in self.layout.layers}
