@@ -70,8 +70,8 @@ TASKS = {
         hooks="slow-network-gpt.json",
     ),
     "muon": Task(
-        about="a GPT of 4.8 M parameters with Muon, 8, 16 or 32 workers, to the loss that dense has after half "
-        "of its steps, 0.934 or on enwik8 1.338; torch's fp16 hook: a smaller GPT with AdamW, 4 workers",
+        about="a GPT of 4.8 M parameters with Muon, 8, 16 or 32 workers, to the loss that dense has after "
+        "half of its steps, 0.934 or on enwik8 1.338; torch's fp16 hook: a smaller GPT with AdamW, 4 workers",
         measure="test_loss",
         runs={
             0.934: ("gpt-muon", "gpt-muon-5000", "gpt-returned-8", "gpt-returned-32", "gpt-returned-64"),
