@@ -91,7 +91,7 @@ def test_a_device_without_a_kernel_uses_the_reference() -> None:
 @pytest.fixture
 def numba_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder that numba is imported from: missing, unless a test writes a `numba.py` there."""
-    for cached in (dispatch._describe_type, dispatch._notice):
+    for cached in (dispatch._describe_type, dispatch._notice, dispatch.kernel_named):
         cached.cache_clear()
     for name in ("selection", "loops", "compiled"):
         monkeypatch.delitem(sys.modules, f"regtopk.kernels.cpu.{name}")

@@ -56,6 +56,7 @@ def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
     return kernel_named(_name_for(residual, grad))
 
 
+@cache
 def kernel_named(name: str, operations: str = "selection") -> Kernel:
     """Some operations of a kernel, in the same file of each; imported where they are first asked for."""
     return import_module(f"regtopk.kernels.{name}.{operations}")
