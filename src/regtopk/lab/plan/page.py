@@ -23,7 +23,7 @@ BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and
 WORKERS = [2**n for n in range(1, 13)]
 MAX_CURVES = 8
 UNKNOWN = "Faster links are not predicted: machines talk there by RDMA or NVLink."
-GLOO = "gloo's collectives, over TCP"
+GLOO = "gloo's collectives, over TCP, whose trips link= may shorten"
 NCCL = f"NCCL's collectives, over TCP, with {format_time(NCCL_HOP_S)} per hop beside the latency"
 SURE_OF_CPUS = "predicted steps were within 30 % of those measured with gloo on 2 and 4 CPU ranks"
 SURE_OF_GPUS = "no step between machines with GPUs was measured; docs/when-it-pays.md compares those of one"
