@@ -88,6 +88,7 @@ MODELS: list[tuple[str, Callable[[], Any], str]] = [
     ("Exchange", lambda: training.make_net().requires_grad_(False), f"{GIVEN} hold {NO_GRADIENT}"),
     ("Exchange", lambda: [nn.Parameter(torch.arange(3), requires_grad=False)], f"{GIVEN} hold {NO_GRADIENT}"),
     ("Exchange", lambda: ["p"], f"{GIVEN} be a module, parameters or (name, parameter) pairs, got str"),
+    ("Exchange", object, f"{GIVEN} be a module, parameters or (name, parameter) pairs, got object"),
     ("Exchange", twice, f"{GIVEN} be given once each, got 'first.weight' again"),
     ("Exchange", lambda: [("a", P_OF_2), ("b", P_OF_2)], f"{GIVEN} be given once each, got 'b' again"),
     ("Exchange", lambda: nn.Linear(2, 2, device="meta"), f"{C} parameter 'weight' {META}"),
