@@ -132,7 +132,7 @@ def test_no_hook_is_advised_where_compression_gains_little() -> None:
 def test_with_muon_the_sizes_that_ran_are_told() -> None:
     words = "--params 124M --bandwidth 100Mbit/s --step-time 300ms --device cuda --optimizer muon"
     signs = "Measure yours: a GPT of 124 M parameters took 1.8 times dense Muon's steps, and ended behind."
-    muloco = "Measure yours: it has run with 4.8 M alone."
+    muloco = "Measure yours: it ran with 4.8 M alone."
     many = "With 9 workers or more MuLoCo in 2 bits has not run: measure it, too."
     for workers, latency, told in ((8, "20ms", [muloco]), (9, "0", [signs]), (9, "20ms", [signs, many])):
         notes = plan(*words.split(), "--workers", f"{workers}", "--latency", latency)["notes"]
@@ -269,6 +269,16 @@ def test_a_page(tmp_path: Path) -> None:
     assert {r["mbit_per_s"] for r in records if r["against"] == "bandwidth" and "here" in r} == {100.0}
     code, _, err = invoke(*SMALL, "--out", tmp_path / "page")
     assert code == 2 and "--force" in err
+
+
+@pytest.mark.parametrize(("workers", "least", "most"), [("8", 2, 8), ("16", 2, 16), ("64", 32, 4096)])
+def test_curves_by_workers_end_where_other_recipes_begin(
+    tmp_path: Path, workers: str, least: int, most: int
+) -> None:
+    invoke(*SMALL, "--optimizer", "muon", "--workers", workers, "--out", tmp_path / "page")
+    records = [json.loads(x) for x in (tmp_path / "page" / "metrics.jsonl").read_text().splitlines()]
+    drawn = {r["num_workers"] for r in records if r["against"] == "workers"}
+    assert (min(drawn), max(drawn)) == (least, most)
 
 
 @pytest.mark.parametrize(

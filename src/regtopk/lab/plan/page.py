@@ -13,7 +13,7 @@ from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import POWERSGD_RANK
 from regtopk.lab.plan.learning import OPTIMIZERS, about
 from regtopk.lab.plan.link import NCCL_HOP_S
-from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, TORCH, PlannedMethod, advised_with
+from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, TORCH, PlannedMethod, advised_with, words_of
 from regtopk.lab.plan.predict import EQUAL, FAST, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
@@ -67,7 +67,8 @@ def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
     bandwidths = sorted({*BANDWIDTHS, here.link.bandwidth})
     num_workers = sorted({*WORKERS, here.num_workers})
     if any(p.method in advised_with("muon") for p in plan.predictions):  # for many there are other recipes
-        num_workers = [n for n in num_workers if for_workers(n) is for_workers(here.num_workers)]
+        mine = set(map(words_of, for_workers(here.num_workers)))
+        num_workers = [n for n in num_workers if mine <= set(map(words_of, for_workers(n)))]
     places = [({"against": "bandwidth", "mbit_per_s": b / 1e6}, here.at(b)) for b in bandwidths]
     places += [({"against": "workers", "num_workers": n}, replace(here, num_workers=n)) for n in num_workers]
     for row in plan.best_by_label()[:MAX_CURVES]:
@@ -224,9 +225,7 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
         said.append("Sparse gradients learn slowly with AdamW and Muon: exchange updates instead.")
     if method in advised_with("muon"):
         large = "a GPT of 124 M parameters took 1.8 times dense Muon's steps, and ended behind"
-        said.append(
-            f"Measure yours: {large if method.algorithm == 'topk' else 'it has run with 4.8 M alone'}."
-        )
+        said.append(f"Measure yours: {large if method.algorithm == 'topk' else 'it ran with 4.8 M alone'}.")
         if plan.situation.num_workers >= MORE_FROM and link.latency_s:
             said.append("With 9 workers or more MuLoCo in 2 bits has not run: measure it, too.")
     if any(each.algorithm == "dgc" for each in named):
