@@ -20,6 +20,7 @@ from benchmarks.slow_network.results import with_headers
 from regtopk import recipes
 from regtopk.lab.method import SCORE_OPTIONS, Method
 from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.runs.reading import read_records
 from tools import tables
 from tools.records import ROOT, row_of, rows_in
 
@@ -141,7 +142,7 @@ def check_race() -> Failures:
     told = (
         f"took {one_s:.0f} s",
         f"{100 * (one_s / whole_s - 1):.0f} % more",
-        f"Planned are {planned_s:.0f} s",
+        f"Planned: {planned_s:.0f} s",
     )
     if any(text not in (ROOT / "docs" / "when-it-pays.md").read_text(encoding="utf-8") for text in told):
         yield f"docs/when-it-pays.md must say of ours in one piece: {told}"
@@ -172,6 +173,31 @@ def check_regtopk() -> Failures:
                     yield f"{label} must be within {NEAR_POINTS} points of Top-k, got {points:+.2f}: {file}"
 
 
+def check_momentum() -> Failures:
+    """What docs/deep-networks.md says of momentum in the optimizer, on seed 0: the last five evaluations."""
+    results = ROOT / "docs" / "results"
+    searched = json.loads((results / "fig3-paper-momentum" / "search.json").read_text())
+    found = {
+        (key := json.loads(text))[0][:4] + str(key[1]["lr"]): searched[text]["final"] for text in searched
+    }
+    curves: dict[str, list[float]] = defaultdict(list)
+    for record in read_records(results / "fig3-paper-bytes"):
+        if record["seed"] == 0:
+            curves[record["method"]].append(record["accuracy"])
+    names = ("dgc:lr=0.1", "dense:value_code=float32:lr=0.1", "topk:lr=0.1")
+    dgc, dense, topk = (fmean(curves[name][-5:]) for name in names)
+    told = (
+        f"dense SGD ends at {found['dens0.03']:.1f} (lr 0.03) and {found['dens0.1']:.1f} (0.1)",
+        f"Top-k in 4 bits at {found['topk0.03']:.1f} and {found['topk0.1']:.1f};",
+        f"DGC has {dgc:.1f}, and without momentum dense SGD {dense:.1f}, Top-k in 4 bits {topk:.1f}.",
+        f"On one seed, at least {found['topk0.03'] - topk:.1f} of them are momentum's.",
+    )
+    page = " ".join((ROOT / "docs" / "deep-networks.md").read_text(encoding="utf-8").split())
+    for text in told:
+        if text not in page:
+            yield f"docs/deep-networks.md must say: {text}"
+
+
 def check_ranks() -> Failures:
     """docs/training.md says what a rank costs that is slow or bad."""
     fewer, waiting = (
@@ -186,7 +212,7 @@ def check_ranks() -> Failures:
 
 CHECKS: list[Callable[[], Failures]] = [
     *(check_learned, check_larger, check_plan, check_steps),
-    *(check_accuracy, check_race, check_regtopk, check_ranks),
+    *(check_accuracy, check_race, check_regtopk, check_momentum, check_ranks),
 ]
 
 
