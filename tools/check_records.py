@@ -177,9 +177,10 @@ def check_momentum() -> Failures:
     """What docs/deep-networks.md says of momentum in the optimizer, on seed 0: the last five evaluations."""
     results = ROOT / "docs" / "results"
     searched = json.loads((results / "fig3-paper-momentum" / "search.json").read_text())
-    found = {
-        (key := json.loads(text))[0][:4] + str(key[1]["lr"]): searched[text]["final"] for text in searched
-    }
+    found = {}
+    for text, run in searched.items():
+        label, picked, *_ = json.loads(text)
+        found[label.partition(":")[0], picked["lr"]] = run["final"]
     curves: dict[str, list[float]] = defaultdict(list)
     for record in read_records(results / "fig3-paper-bytes"):
         if record["seed"] == 0:
@@ -187,10 +188,10 @@ def check_momentum() -> Failures:
     names = ("dgc:lr=0.1", "dense:value_code=float32:lr=0.1", "topk:lr=0.1")
     dgc, dense, topk = (fmean(curves[name][-5:]) for name in names)
     told = (
-        f"dense SGD ends at {found['dens0.03']:.1f} (lr 0.03) and {found['dens0.1']:.1f} (0.1)",
-        f"Top-k in 4 bits at {found['topk0.03']:.1f} and {found['topk0.1']:.1f};",
+        f"dense SGD ends at {found['dense', 0.03]:.1f} (lr 0.03) and {found['dense', 0.1]:.1f} (0.1)",
+        f"Top-k in 4 bits at {found['topk', 0.03]:.1f} and {found['topk', 0.1]:.1f};",
         f"DGC has {dgc:.1f}, and without momentum dense SGD {dense:.1f}, Top-k in 4 bits {topk:.1f}.",
-        f"On one seed, at least {found['topk0.03'] - topk:.1f} of them are momentum's.",
+        f"On one seed, at least {found['topk', 0.03] - topk:.1f} of them are momentum's.",
     )
     page = " ".join((ROOT / "docs" / "deep-networks.md").read_text(encoding="utf-8").split())
     for text in told:

@@ -94,7 +94,8 @@ _FEW = (
     _signs(1.12, 0.7, 0.2),  # and MuLoCo, in one piece for links with latency
     ExchangeRecipe(Dense(value_code="2bit", sum_code="2bit"), 1.19, 16, 1, Outer(0.7, 0.6, nesterov=True)),
 )
-_MORE, _MANY = (_signs(1.295, 0.7, 0.2),), (_signs(1.59, 0.9, 0.4),)  # there MuLoCo in 2 bits has not run
+_MORE = (_signs(1.295, 0.7, 0.2),)  # from here on MuLoCo in 2 bits has not run
+_MANY = (_signs(1.59, 0.9, 0.4),)
 
 
 def for_workers(num_workers: int) -> tuple[ExchangeRecipe, ...]:
